@@ -1,4 +1,5 @@
-//! All-reduce and all-gather in place between replicas of several processes: a chain, pipelined in chunks.
+//! All-reduce and all-gather in place between replicas of several processes, or of devices whose memory is not the host's:
+//! a chain, pipelined in chunks.
 //!
 //! Member `i` receives from `i - 1` the sum of the terms before it, adds its own term in its buffer and passes the result
 //! on to `i + 1`. The last member has the sum, which goes back along the chain. So terms are added in the order of
@@ -55,7 +56,7 @@ struct State {
 /// Messages to members of this process.
 type Local = VecDeque<(usize, ChainMessage)>;
 
-/// Collectives of replicas, some of which are in other processes.
+/// Collectives of replicas, some of which may be in other processes.
 pub struct PipelinedAllReduce {
     /// The process of each member; `None` for this one.
     processes: Vec<Option<usize>>,
@@ -309,7 +310,6 @@ impl AllReduce for PipelinedAllReduce {
         Ok(())
     }
 
-    /// A member has at most one term of each sum, in the buffer of the sum. Its rank is the number of the member.
     fn contribute(&self, collective: Collective, member: usize, parts: Parts) -> Result<(), DeviceError> {
         let mut state = self.lock();
         let members = self.processes.len();
@@ -368,33 +368,11 @@ impl AllReduce for PipelinedAllReduce {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::all_reduce::range;
+    use crate::comm::all_reduce::tests::{check, download, upload};
     use crate::device::cpu::device::cpu;
     use crate::device::sanitizer::device::sanitizer;
     use compiler::tensor::DType;
     use crossbeam_channel::{Receiver, Sender, unbounded};
-
-    /// Sizes of the sums: less than a chunk, several chunks, and less than one element for each member.
-    const COUNTS: [usize; 3] = [1000, 70_001, 2];
-
-    fn values(member: usize, count: usize, number: u64) -> Vec<f32> {
-        let seed = member * 101 + number as usize * 13;
-        (0..count).map(|at| ((at * 37 + seed) % 997) as f32 * 1e-3 + 1e4 * (seed % 3) as f32).collect()
-    }
-
-    fn upload(context: &DeviceContext, values: &[f32]) -> Arc<Buffer> {
-        let mut buffer = context.take(size_of_val(values)).unwrap();
-        context.stream.upload(bytemuck::cast_slice(values), Buffer::exclusive(&mut buffer)).unwrap();
-        context.release(&buffer).unwrap();
-        buffer
-    }
-
-    fn download(context: &DeviceContext, buffer: &mut Arc<Buffer>) -> Vec<f32> {
-        assert!(context.try_exclusive(buffer).unwrap().is_some(), "it is held by others");
-        let mut got = vec![0f32; buffer.len() / 4];
-        context.stream.download(buffer.region(), bytemuck::cast_slice_mut(&mut got)).unwrap();
-        got
-    }
 
     /// A message to a member of another process.
     type Sent = (usize, ChainMessage);
@@ -415,55 +393,10 @@ mod tests {
         receivers.into_iter().enumerate().map(all_reduce).collect()
     }
 
-    /// Members in these processes sum and gather. Some have no term.
-    fn check(process_of: &[usize], device: fn() -> Arc<dyn Device>, is_whole: bool) {
-        let members = process_of.len();
+    /// Members in these processes sum and gather.
+    fn check_processes(process_of: &[usize], device: fn() -> Arc<dyn Device>, is_whole: bool) {
         let all_reduces = processes(process_of);
         std::thread::scope(|scope| {
-            let workers: Vec<_> = (0..members)
-                .map(|member| {
-                    let all_reduce = all_reduces[process_of[member]].0.clone();
-                    scope.spawn(move || {
-                        let context = DeviceContext::new(device(), Arc::default()).unwrap();
-                        all_reduce.enter(member, &context.device, 0, &Arc::default()).unwrap();
-                        for number in 0..4 {
-                            let has_term = |member: usize| number != 1 || member % 2 == 1;
-                            let sum = |count: usize| {
-                                let buffer = upload(&context, &values(member, count, number));
-                                let terms = has_term(member).then(|| (member, buffer.clone())).into_iter().collect();
-                                Some(Addends { dtype: DType::F32, terms, sum: buffer, is_whole })
-                            };
-                            let mut parts: Parts = COUNTS.iter().map(|count| sum(*count)).collect();
-                            parts.insert(1, None);
-                            let sums: Vec<_> = parts.iter().flatten().map(|part| part.sum.clone()).collect();
-                            all_reduce.contribute(Collective::AllReduce(number), member, parts).unwrap();
-                            all_reduce.wait(Collective::AllReduce(number), member).unwrap();
-                            for (mut sum, count) in sums.into_iter().zip(COUNTS) {
-                                let terms = (0..members).filter(|member| has_term(*member));
-                                let mut terms = terms.map(|member| values(member, count, number));
-                                let mut want = terms.next().unwrap();
-                                terms.for_each(|term| want.iter_mut().zip(term).for_each(|(sum, term)| *sum += term));
-                                let shard = range(count, 1, member, members);
-                                let range = if is_whole { 0..count } else { shard.clone() };
-                                let got = download(&context, &mut sum);
-                                assert!(got[range.clone()] == want[range], "{process_of:?}: member {member}, {count}");
-                                // Only the own shard is left; the others come back.
-                                let mut shards = vec![0f32; count];
-                                shards[shard.clone()].copy_from_slice(&want[shard]);
-                                let mut sum = upload(&context, &shards);
-                                let part = Addends { dtype: DType::F32, terms: vec![], sum: sum.clone(), is_whole };
-                                let gather = Collective::AllGather(number * 10 + count as u64 % 10);
-                                all_reduce.contribute(gather, member, vec![Some(part)]).unwrap();
-                                all_reduce.wait(gather, member).unwrap();
-                                assert!(
-                                    download(&context, &mut sum) == want,
-                                    "{process_of:?}: member {member} gathers"
-                                );
-                            }
-                        }
-                    })
-                })
-                .collect();
             for (all_reduce, receiver) in &all_reduces {
                 scope.spawn(move || {
                     while !all_reduce.lock().is_abandoned {
@@ -476,7 +409,8 @@ mod tests {
                     }
                 });
             }
-            workers.into_iter().for_each(|worker| worker.join().unwrap());
+            let of_member = |process: &usize| all_reduces[*process].0.clone() as Arc<dyn AllReduce>;
+            check(&process_of.iter().map(of_member).collect::<Vec<_>>(), device, is_whole);
             all_reduces.iter().for_each(|(all_reduce, _)| all_reduce.abandon());
             all_reduces.iter().for_each(|(all_reduce, _)| {
                 assert!(all_reduce.lock().open.is_empty() && all_reduce.lock().early.is_empty())
@@ -488,9 +422,9 @@ mod tests {
     fn sums_and_gathers_are_those_of_one_adder() {
         for device in [cpu, sanitizer] {
             for is_whole in [true, false] {
-                check(&[0, 1], device, is_whole);
-                check(&[0, 0, 1, 1], device, is_whole);
-                check(&[1, 0, 1, 2, 0], device, is_whole);
+                check_processes(&[0, 1], device, is_whole);
+                check_processes(&[0, 0, 1, 1], device, is_whole);
+                check_processes(&[1, 0, 1, 2, 0], device, is_whole);
             }
         }
     }
@@ -510,7 +444,7 @@ mod tests {
         refused(7, message(Up, Content::Ready));
         refused(2, message(Up, chunk(0, 8)));
         let sum = upload(&context, &[1.0, 2.0]);
-        let part = Addends { dtype: DType::F32, terms: vec![(2, sum.clone())], sum, is_whole: true };
+        let part = Addends { dtype: DType::F32, sum, has_term: true, is_whole: true };
         all_reduce.contribute(Collective::AllReduce(3), 2, vec![Some(part)]).unwrap();
         refused(2, message(Up, chunk(1, 8)));
         refused(2, message(Up, chunk(0, 4)));
@@ -532,7 +466,7 @@ mod tests {
         let context = DeviceContext::new(cpu(), Arc::default()).unwrap();
         all_reduce.enter(1, &context.device, 0, &Arc::default()).unwrap();
         let mut sum = upload(&context, &[1.0, 2.0]);
-        let part = Addends { dtype: DType::F32, terms: vec![(1, sum.clone())], sum: sum.clone(), is_whole: true };
+        let part = Addends { dtype: DType::F32, sum: sum.clone(), has_term: true, is_whole: true };
         let collective = Collective::AllReduce(0);
         all_reduce.contribute(collective, 1, vec![Some(part)]).unwrap();
         let chunk = || {

@@ -1,4 +1,4 @@
-//! Gradient accumulation: over the micro-batches of a replica, over replicas, and over the uses of a parameter.
+//! Gradient accumulation: over the micro-batches of a replica, and over the uses of a parameter.
 //! Gradients of 16-bit parameters are accumulated in `f32`.
 
 use crate::comm::communicator::CollectiveError;
@@ -10,7 +10,6 @@ use crate::exec::executor::{Executor, Item, Sum};
 use crate::exec::stage_code::GradientTerm;
 use crate::zero::streaming::ShardStream;
 use compiler::tensor::DType;
-use std::ops::Range;
 use std::sync::Arc;
 
 /// Terms of a parameter's gradient, each with its rank in the sum.
@@ -90,31 +89,6 @@ fn accumulate_term(
     stream.begin_sum(dtype, value, Buffer::exclusive(&mut first))?;
     *sum = Some(first);
     Ok(())
-}
-
-/// Sums the replicas' contributions in order, over the byte range `range_of(length)`. `is_pooled` selects a pooled buffer,
-/// otherwise one that is freed after use.
-pub fn sum_replicas<'a>(
-    (device, is_pooled): (&DeviceContext, bool),
-    dtype: DType,
-    parts: impl Iterator<Item = &'a Arc<Buffer>>,
-    range_of: impl Fn(usize) -> Range<usize>,
-) -> Result<Option<Arc<Buffer>>, DeviceError> {
-    let mut sum: Option<Arc<Buffer>> = None;
-    for part in parts {
-        let part = device.receive(part.clone())?;
-        let shard = part.region_of(range_of(part.len()));
-        match &mut sum {
-            None => {
-                let mut first = new_sum(device, shard.len(), is_pooled)?;
-                device.stream.copy(shard, Buffer::exclusive(&mut first))?;
-                sum = Some(first);
-            }
-            Some(sum) => device.stream.accumulate(accumulation_type(dtype), shard, Buffer::exclusive(sum))?,
-        }
-        device.give_foreign(part)?;
-    }
-    Ok(sum)
 }
 
 /// The gradient of a parameter: its terms summed in rank order. `is_pooled` selects a pooled buffer if one is needed.

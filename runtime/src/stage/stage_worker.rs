@@ -25,7 +25,7 @@ use crate::optim::grad_norm::{NormAllReduce, Squares};
 use crate::optim::optimizer::Optimizer;
 use crate::optim::policy::{Policy, Staleness};
 use crate::optim::update::{ParameterStep, ParameterUpdater};
-use crate::stage::gradient_buckets::{ReplicaGradients, RoundGradients};
+use crate::stage::gradient_buckets::{BucketContribution, ReplicaGradients, RoundGradients};
 use crate::stage::gradients::{GradientTerms, lend_sums, scaled_copy, sum_terms};
 use crate::stage::lag::Lag;
 use crate::stage::optimizer_step::OptimizerStep;
@@ -63,8 +63,8 @@ pub struct StageSetup<'a> {
     pub ends_with_round: bool,
     pub states: Vec<Buffer>,
     pub buckets: u32,
-    pub replicas: Arc<Communicator<ReplicaGradients>>,
-    /// Sums the replicas' gradients in place, if they can.
+    pub replicas: Arc<Communicator<BucketContribution>>,
+    /// Sums the replicas' gradients in place; `None` without replicas.
     pub all_reduce: Option<Arc<dyn AllReduce>>,
     /// The replica's parameter shards.
     pub shard: ShardRange,
@@ -100,7 +100,7 @@ struct PendingLoss {
 pub struct StageWorker<'a> {
     pub stage: StageId,
     pub(super) code: &'a StageCode,
-    pub(super) replicas: Arc<Communicator<ReplicaGradients>>,
+    pub(super) replicas: Arc<Communicator<BucketContribution>>,
     pub(super) all_reduce: Option<Arc<dyn AllReduce>>,
     pub(super) shard: ShardRange,
     pub(super) shard_comm: Option<Arc<ShardComm>>,
@@ -204,15 +204,9 @@ impl<'a> StageWorker<'a> {
                 crate::stage::shard_versions::initial_shards(&shard, code, first, resume.as_mut(), &executor.device)?;
         }
         first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(counter));
-        let gradients = |p: &usize| code.parameters[*p].gradient().1;
         if let Some(all_reduce) = &all_reduce {
-            let bytes = code.gradient_terms.iter().map(|term| gradients(&term.parameter)).sum();
+            let bytes = code.gradient_terms.iter().map(|term| code.parameters[term.parameter].gradient().1).sum();
             all_reduce.enter(replica, &device, bytes, counter)?;
-        }
-        for tied in &tied {
-            if let Some(all_reduce) = &tied.all_reduce {
-                all_reduce.enter(tied.member, &device, gradients(&tied.parameter), counter)?;
-            }
         }
         let mut late_weights = Vec::new();
         for (index, shared) in tied.iter().enumerate().filter(|(_, shared)| !shared.holders.is_empty()) {
@@ -469,10 +463,9 @@ impl<'a> StageWorker<'a> {
                 by_parameter[term.parameter].push((term.rank, sum));
             }
         }
-        for tied in self.tied.iter_mut().filter(|tied| tied.holders.is_empty()) {
+        for tied in self.tied.iter().filter(|tied| tied.holders.is_empty()) {
             let terms = std::mem::take(&mut by_parameter[tied.parameter]);
-            let sum_type = self.code.parameters[tied.parameter].gradient();
-            tied.contribute(u64::from(round) + 1, (terms, self.is_first), sum_type, &self.executor.device)?;
+            tied.contribute(u64::from(round) + 1, terms, self.is_first, &self.executor.device)?;
         }
         self.ready.insert(round, Ready { by_parameter, totals: None, samples });
         Ok(())
@@ -485,8 +478,8 @@ impl<'a> StageWorker<'a> {
             return Ok(());
         }
         let Some(Ready { by_parameter: mut terms, samples, .. }) = self.ready.remove(&round) else { return Ok(()) };
-        for tied in self.tied.iter_mut().filter(|tied| tied.holders.is_empty()) {
-            let (summands, own) = tied.wait(u64::from(round) + 1, &self.executor.device)?;
+        for tied in self.tied.iter().filter(|tied| tied.holders.is_empty()) {
+            let (summands, own) = tied.wait(u64::from(round) + 1)?;
             terms[tied.parameter] = summands;
             own.into_iter().for_each(|(_, own)| self.executor.device.give(own));
         }

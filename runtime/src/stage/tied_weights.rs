@@ -42,8 +42,8 @@ impl StageWorker<'_> {
                 continue;
             }
             let Some(step) = self.late_weights[index].steps.pop_front() else { break };
-            let (p, tied) = (self.late_weights[index].parameter, &mut self.tied[self.late_weights[index].tied]);
-            let (terms, own) = tied.wait(u64::from(step.round) + 1, &self.executor.device)?;
+            let (p, tied) = (self.late_weights[index].parameter, &self.tied[self.late_weights[index].tied]);
+            let (terms, own) = tied.wait(u64::from(step.round) + 1)?;
             let is_sent = tied.communicator.has_remote_members();
             let (dtype, is_pooled) = (self.code.parameters[p].fact.dtype, self.shard_stream.is_none());
             let total = sum_terms(&self.executor.device, dtype, terms, is_pooled)?;

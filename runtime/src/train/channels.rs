@@ -10,7 +10,6 @@
 use crate::comm::all_reduce::{AllReduce, in_one_process};
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::Communicator;
-use crate::comm::device_all_reduce::DeviceAllReduce;
 use crate::comm::tensor_group::{GroupRank, Layouts, TensorComm};
 use crate::device::api::Device;
 use crate::device::cpu::device::cpu;
@@ -20,7 +19,7 @@ use crate::optim::grad_norm::Squares;
 use crate::process::exchange::Exchange;
 use crate::process::run_status::LinkError;
 use crate::process::wire::{Contribution, ContributionForm, SharesForm, SquaresForm, TermsForm};
-use crate::stage::gradient_buckets::ReplicaGradients;
+use crate::stage::gradient_buckets::BucketContribution;
 use crate::stage::shard_versions::ShardComm;
 use crate::stage::tied_parameter::{TiedGradientComm, TiedParameter};
 use crate::stage::worker::Key;
@@ -54,7 +53,7 @@ pub struct RankChannels {
     pub norms: Option<Arc<Communicator<Squares>>>,
     pub ends: HashMap<WorkerId, Ends>,
     /// By stage, like the following.
-    pub replicas: Vec<Arc<Communicator<ReplicaGradients>>>,
+    pub replicas: Vec<Arc<Communicator<BucketContribution>>>,
     pub all_reduces: Vec<Option<Arc<dyn AllReduce>>>,
     pub zero: Vec<ZeroCommunicators>,
 }
@@ -168,13 +167,12 @@ fn global(rank: GroupRank, workers: &[usize]) -> Vec<usize> {
     workers.iter().map(|worker| rank.global(*worker)).collect()
 }
 
-/// What a stage's replicas exchange in each round: gradients, or with an all-reduce in place only which ones there are; and
-/// samples of moving averages.
+/// What a stage's replicas exchange in each round: which gradients there are, and samples of moving averages.
 fn replica_communicator(
     training: &TrainJob<'_>,
     stage: usize,
     context: &mut RankContext<'_, '_>,
-) -> Result<Arc<Communicator<ReplicaGradients>>, LinkError> {
+) -> Result<Arc<Communicator<BucketContribution>>, LinkError> {
     let program = training.program;
     let program_stage = &program.stages[stage];
     let members = members(program, stage);
@@ -184,15 +182,13 @@ fn replica_communicator(
     open_communicator(context, &members, form, collectives(program, stage, program.items.saturating_add(1)))
 }
 
-/// The all-reduce in place of a stage's replicas. Replicas in several processes always have one; those of one process have
-/// one if their devices can access each other's memory.
+/// The all-reduce in place of a stage's replicas; `None` for one alone, and if all are in other processes.
 fn replica_all_reduce(
     program: &Program,
     stage: usize,
     context: &mut RankContext<'_, '_>,
 ) -> Result<Option<Arc<dyn AllReduce>>, TrainError> {
-    let workers = members(program, stage);
-    let ranks = global(context.rank, &workers);
+    let ranks = global(context.rank, &members(program, stage));
     if let Some(exchange) = context.exchange
         && let Some(pipelined) = exchange.all_reduce(&ranks, collectives(program, stage, versions(program)))?
     {
@@ -202,7 +198,8 @@ fn replica_all_reduce(
     if !ranks.iter().all(is_here) {
         return Ok(None);
     }
-    Ok(in_one_process(&devices_of(context, &workers))?)
+    let devices: Vec<_> = ranks.iter().map(|rank| device_of(context.devices, *rank)).collect();
+    Ok(in_one_process(&devices)?)
 }
 
 /// Sequence numbers of a stage's collectives are below this, with `rounds` rounds or versions of all buckets.
@@ -213,11 +210,6 @@ fn collectives(program: &Program, stage: usize, rounds: u32) -> u64 {
 /// Upper bound of weight versions, rounds and micro-batches.
 fn versions(program: &Program) -> u32 {
     program.items.saturating_add(2)
-}
-
-/// The devices of these workers of this process.
-fn devices_of(context: &RankContext<'_, '_>, workers: &[usize]) -> Vec<Arc<dyn Device>> {
-    global(context.rank, workers).iter().map(|rank| device_of(context.devices, *rank)).collect()
 }
 
 /// The device of a rank: ranks take the devices in turn. Without devices, the CPU.
@@ -319,7 +311,6 @@ pub struct Tie {
     members: Vec<(usize, usize)>,
     communicator: Arc<TiedGradientComm>,
     holders: Vec<StageId>,
-    all_reduce: Option<Arc<dyn AllReduce>>,
 }
 
 /// Finds the tied parameters. Rejects those whose copies could not be kept equal.
@@ -358,13 +349,7 @@ fn ties(training: &TrainJob<'_>, context: &mut RankContext<'_, '_>) -> Result<Ve
         let communicator =
             open_communicator(context, &workers, || terms_form(training, name), u64::from(program.items) + 2)?;
         let holders = if schedule.flushes() { Vec::new() } else { stages.iter().map(|s| StageId(*s as u32)).collect() };
-        // Tied gradients may come from other processes, as whole buffers. Plans count a sum over the stages beside them.
-        let all_reduce = match context.exchange {
-            Some(_) => None,
-            None => DeviceAllReduce::new(&devices_of(context, &workers))?,
-        };
-        let all_reduce = all_reduce.map(|all_reduce| Arc::new(all_reduce) as Arc<dyn AllReduce>);
-        ties.push(Tie { name: name.to_string(), members, communicator, holders, all_reduce });
+        ties.push(Tie { name: name.to_string(), members, communicator, holders });
     }
     Ok(ties)
 }
@@ -387,14 +372,7 @@ pub fn tied_parameters(ties: &[Tie], code: &StageCode, holder: (usize, usize)) -
     let tied_parameter = |tie: &Tie| {
         let member = tie.members.iter().position(|member| *member == holder)?;
         let parameter = code.parameters.iter().position(|p| p.name == tie.name)?;
-        Some(TiedParameter {
-            parameter,
-            member,
-            communicator: tie.communicator.clone(),
-            holders: tie.holders.clone(),
-            all_reduce: tie.all_reduce.clone(),
-            reducing: HashMap::new(),
-        })
+        Some(TiedParameter { parameter, member, communicator: tie.communicator.clone(), holders: tie.holders.clone() })
     };
     ties.iter().filter_map(tied_parameter).collect()
 }

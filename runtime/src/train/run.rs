@@ -1,8 +1,6 @@
 //! Trains compiled stages under a program: one thread per worker, until all instructions have run.
 
 use crate::checkpoint::resume_point::ResumePoint;
-use crate::comm::all_reduce::AllReduce;
-use crate::comm::communicator::Communicator;
 use crate::comm::tensor_group::{GroupRank, Layouts, TensorRank};
 use crate::device::api::Device;
 use crate::device::buffer::Buffer;
@@ -10,18 +8,14 @@ use crate::device::error::DeviceError;
 use crate::device::layout::{accumulation_type, is_half};
 use crate::exec::evaluate::buffers;
 use crate::exec::stage_code::{NamedTensor, StageCode};
-use crate::optim::grad_norm::{NormAllReduce, Squares, shard_number};
+use crate::optim::grad_norm::{NormAllReduce, shard_number};
 use crate::optim::optimizer::is_trainable;
 use crate::process::exchange::Exchange;
 use crate::process::placement::rank_name;
 use crate::process::process_group::Group;
 use crate::process::run_status::FailureCause;
 use crate::process::tensor_links::transport;
-use crate::stage::gradient_buckets::ReplicaGradients;
-use crate::stage::saved_weights::Checkpoint;
-use crate::stage::shard_versions::ShardComm;
 use crate::stage::stage_worker::StageSetup;
-use crate::stage::tied_parameter::TiedGradientComm;
 use crate::stage::worker;
 use crate::stage::worker::{CheckpointPlan, Event, WorkerContext};
 use crate::train::channels::{
@@ -33,7 +27,6 @@ use crate::train::losses::LossTracker;
 use crate::train::results::{collect, finish, join};
 use crate::train::resume::check_states as check_read_states;
 use crate::train::validate::{check_instructions, check_parts, check_policy, check_states};
-use crate::zero::gradient_shards::GradientShards;
 use compiler::graph::{Graph, order};
 use compiler::op::NodeId;
 use compiler::pass::loss::{LOSS, LOSS_SCALE};
@@ -122,15 +115,6 @@ pub fn check_weights(codes: &[StageCode], weights: &BTreeMap<String, Tensor>) ->
 /// are rejected. A non-finite loss ends the run with [`TrainError::Diverged`].
 pub fn train(training: &TrainJob<'_>, on_step: &mut dyn FnMut(StepDone)) -> Result<Trained, TrainError> {
     run(training, RunOptions::default(), on_step)
-}
-
-/// Like [`train`], with a receiver for the program's checkpoints.
-pub fn train_with_checkpoints(
-    training: &TrainJob<'_>,
-    on_step: &mut dyn FnMut(StepDone),
-    on_checkpoint: &mut dyn FnMut(Checkpoint),
-) -> Result<Trained, TrainError> {
-    run(training, RunOptions { on_checkpoint: Some(on_checkpoint), ..RunOptions::default() }, on_step)
 }
 
 /// True if all workers share a gradient norm before they step.
@@ -326,7 +310,7 @@ pub fn run_ranks(
                 scale: start.and_then(|start| start.scale),
                 is_stopped: &is_stopped,
             };
-            contexts.push((context, tensor_rank));
+            contexts.push(context);
         }
     }
     drop((events, discarded, checkpoints));
@@ -345,28 +329,12 @@ pub fn run_ranks(
         };
         let threads: Vec<_> = contexts
             .into_iter()
-            .map(|(context, tensor_rank)| {
+            .map(|context| {
                 let (global_rank, name) = (context.global_rank, context.name.clone());
                 // If a worker ends early, no peer may wait for it in a communicator.
-                let tied =
-                    context.stages.iter().flat_map(|setup| &setup.tied).map(|t| t.communicator.clone()).collect();
-                let replicas = context.stages.iter().map(|setup| setup.replicas.clone()).collect();
-                let all_reduces = context.stages.iter().filter_map(|setup| setup.all_reduce.clone()).collect();
-                let shard_comms = context.stages.iter().filter_map(|setup| setup.shard_comm.clone()).collect();
-                let gradient_shards = context.stages.iter().filter_map(|setup| setup.gradient_shards.clone()).collect();
-                let stage_norms = context.stages.iter().filter_map(|setup| setup.norms.as_ref());
-                let norms = context.norms.iter().chain(stage_norms).map(|norms| norms.communicator.clone()).collect();
-                let blame = exchange.as_ref().map(Exchange::blame);
-                let guard = AbandonGuard {
-                    replicas,
-                    all_reduces,
-                    shard_comms,
-                    gradient_shards,
-                    tied,
-                    norms,
-                    blame,
-                    tensor_rank,
-                };
+                let abandon = context.stages.iter().map(abandon_stage).collect();
+                let (norms, blame) = (context.norms.clone(), exchange.as_ref().map(Exchange::blame));
+                let guard = AbandonGuard { abandon, norms, blame };
                 let body = move || {
                     let outcome = worker::run(context);
                     match (&outcome, &guard.blame) {
@@ -418,14 +386,10 @@ pub fn run_ranks(
 
 /// Fails all waits of peers for this worker, unless it finished.
 struct AbandonGuard {
-    replicas: Vec<Arc<Communicator<ReplicaGradients>>>,
-    all_reduces: Vec<Arc<dyn AllReduce>>,
-    shard_comms: Vec<Arc<ShardComm>>,
-    gradient_shards: Vec<Arc<GradientShards>>,
-    tied: Vec<Arc<TiedGradientComm>>,
-    norms: Vec<Arc<Communicator<Squares>>>,
+    /// By stage.
+    abandon: Vec<Box<dyn Fn() + Send>>,
+    norms: Option<NormAllReduce>,
     blame: Option<FailureCause>,
-    tensor_rank: Option<Arc<TensorRank>>,
 }
 
 impl Drop for AbandonGuard {
@@ -433,14 +397,27 @@ impl Drop for AbandonGuard {
         if let Some(blame) = self.blame.as_ref().filter(|_| std::thread::panicking()) {
             blame.end("it panicked");
         }
-        self.replicas.iter().for_each(|r| r.abandon());
-        self.all_reduces.iter().for_each(|a| a.abandon());
-        self.shard_comms.iter().for_each(|b| b.abandon());
-        self.gradient_shards.iter().for_each(|s| s.abandon());
-        self.tied.iter().for_each(|t| t.abandon());
-        self.norms.iter().for_each(|n| n.abandon());
-        self.tensor_rank.iter().for_each(|tensor_rank| tensor_rank.abandon());
+        self.abandon.iter().for_each(|abandon| abandon());
+        self.norms.iter().for_each(|norms| norms.communicator.abandon());
     }
+}
+
+/// What fails all waits for a worker's part in the collectives of a stage.
+fn abandon_stage(setup: &StageSetup<'_>) -> Box<dyn Fn() + Send> {
+    let (replicas, all_reduce, shard_comm) =
+        (setup.replicas.clone(), setup.all_reduce.clone(), setup.shard_comm.clone());
+    let (gradient_shards, norms) = (setup.gradient_shards.clone(), setup.norms.clone());
+    let tied: Vec<_> = setup.tied.iter().map(|tied| tied.communicator.clone()).collect();
+    let tensor_rank = setup.tensor_rank.clone();
+    Box::new(move || {
+        replicas.abandon();
+        all_reduce.iter().for_each(|all_reduce| all_reduce.abandon());
+        shard_comm.iter().for_each(|shard_comm| shard_comm.abandon());
+        gradient_shards.iter().for_each(|shards| shards.abandon());
+        tied.iter().for_each(|tied| tied.abandon());
+        norms.iter().for_each(|norms| norms.communicator.abandon());
+        tensor_rank.iter().for_each(|tensor_rank| tensor_rank.abandon());
+    })
 }
 
 /// The `f32` master weights of a 16-bit parameter.
