@@ -20,7 +20,6 @@
 
 pub mod arithmetic;
 pub mod attention;
-pub mod batch_gather;
 pub mod batch_norm;
 pub mod cast;
 pub mod chain;
@@ -59,7 +58,6 @@ pub mod softmax;
 pub mod square;
 pub mod sum;
 pub mod table;
-pub mod update;
 pub mod walk;
 mod wide;
 #[cfg(target_arch = "x86_64")]

@@ -2,8 +2,8 @@
 
 use super::chain::Chain;
 use super::half::{is_half, narrow, widen};
-use super::update::WeightBytes;
-use super::{arithmetic, update};
+use super::optimizer::WeightBytes;
+use super::{arithmetic, optimizer};
 use crate::device::api::{AverageStep, Device, DeviceInfo, Kernel, OutputMode, ParameterUpdate, Stream, WeightRegions};
 use crate::device::buffer::Buffer;
 use crate::device::chain::Link;
@@ -241,7 +241,7 @@ impl Stream for CpuStream {
             for (bytes, region) in states.iter_mut().zip(state) {
                 *bytes = region.host()?;
             }
-            let step = if args.dtype == DType::F64 { update::step::<f64> } else { update::step::<f32> };
+            let step = if args.dtype == DType::F64 { optimizer::step::<f64> } else { optimizer::step::<f32> };
             let new: &[u8] = match weights {
                 WeightRegions::InPlace(weights) => {
                     let weights = weights.host()?;
@@ -274,8 +274,8 @@ impl Stream for CpuStream {
             *bytes = region.host()?;
         }
         match prediction.dtype {
-            DType::F64 => update::predict::<f64>(rule, prediction, weights.host()?, states, to.host()?),
-            _ => update::predict::<f32>(rule, prediction, weights.host()?, states, to.host()?),
+            DType::F64 => optimizer::predict::<f64>(rule, prediction, weights.host()?, states, to.host()?),
+            _ => optimizer::predict::<f32>(rule, prediction, weights.host()?, states, to.host()?),
         }
         Ok(())
     }
@@ -288,8 +288,8 @@ impl Stream for CpuStream {
         average: RegionMut<'_>,
     ) -> Result<(), DeviceError> {
         match dtype {
-            DType::F64 => update::average_update::<f64>(old.host()?, new.host()?, keep, average.host()?),
-            _ => update::average_update::<f32>(old.host()?, new.host()?, keep, average.host()?),
+            DType::F64 => optimizer::average_update::<f64>(old.host()?, new.host()?, keep, average.host()?),
+            _ => optimizer::average_update::<f32>(old.host()?, new.host()?, keep, average.host()?),
         }
         Ok(())
     }
@@ -302,8 +302,8 @@ impl Stream for CpuStream {
         to: RegionMut<'_>,
     ) -> Result<(), DeviceError> {
         match dtype {
-            DType::F64 => update::set_back::<f64>(weights.host()?, steps, average.host()?, to.host()?),
-            _ => update::set_back::<f32>(weights.host()?, steps, average.host()?, to.host()?),
+            DType::F64 => optimizer::set_back::<f64>(weights.host()?, steps, average.host()?, to.host()?),
+            _ => optimizer::set_back::<f32>(weights.host()?, steps, average.host()?, to.host()?),
         }
         Ok(())
     }

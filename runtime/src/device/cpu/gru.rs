@@ -2,7 +2,7 @@
 
 use super::lstm::{Sizes, logistic, matrix, state_weight_grad, transposed};
 use super::matmul::{Matrix, product};
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::recurrent::Recurrent;
 use super::rnn::{next, sum_columns};
 use super::wide::wide;
@@ -10,24 +10,15 @@ use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::lstm::{before, order};
 use compiler::op::{Gru, GruGrad};
-use compiler::tensor::DType;
 
 pub fn kernel(op: &Gru, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
-    match x.dtype {
-        DType::F32 => Some(forward::<f32>(op.reverse, op.reset_after, sizes)),
-        DType::F64 => Some(forward::<f64>(op.reverse, op.reset_after, sizes)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(forward::<T>(op.reverse, op.reset_after, sizes)))
 }
 
 pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
-    match x.dtype {
-        DType::F32 => Some(backward::<f32>(op.reverse, op.reset_after, sizes)),
-        DType::F64 => Some(backward::<f64>(op.reverse, op.reset_after, sizes)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(backward::<T>(op.reverse, op.reset_after, sizes)))
 }
 
 /// A matrix with row stride `row`, from column `first` on.

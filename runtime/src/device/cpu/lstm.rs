@@ -1,13 +1,12 @@
 //! LSTM and its gradient: one `gemm` product per step for the recurrence, one for the whole sequence otherwise.
 
 use super::matmul::{Matrix, product};
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::recurrent::Recurrent;
 use super::wide::wide;
 use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::lstm::{before, order};
-use compiler::tensor::DType;
 
 #[derive(Clone, Copy)]
 pub(super) struct Sizes {
@@ -31,20 +30,12 @@ impl Sizes {
 
 pub fn kernel(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
-    match x.dtype {
-        DType::F32 => Some(forward::<f32>(reverse, sizes)),
-        DType::F64 => Some(forward::<f64>(reverse, sizes)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(forward::<T>(reverse, sizes)))
 }
 
 pub fn grad(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
-    match x.dtype {
-        DType::F32 => Some(backward::<f32>(reverse, sizes)),
-        DType::F64 => Some(backward::<f64>(reverse, sizes)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(backward::<T>(reverse, sizes)))
 }
 
 /// A row-major matrix.

@@ -3,7 +3,7 @@
 use super::movement::transpose_matrix;
 #[cfg(target_arch = "x86_64")]
 use super::panels;
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::walk::{Walk, broadcast_strides, row_major};
 use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
@@ -19,11 +19,7 @@ const MIN_COLUMNS: usize = 8;
 
 /// A matrix product with batch dimensions.
 pub fn kernel(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorLayout) -> Option<FastKernel> {
-    match a.dtype {
-        DType::F32 => batched::<f32>(op, a, b, c),
-        DType::F64 => batched::<f64>(op, a, b, c),
-        _ => None,
-    }
+    for_real!(a.dtype, T => batched::<T>(op, a, b, c))
 }
 
 fn batched<T: Real>(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorLayout) -> Option<FastKernel> {

@@ -1,51 +1,34 @@
 //! Max and average pooling and their gradients: one plane at a time, tap by tap.
 
 use super::patches::Grid;
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::sum::{largest, sum_of};
 use super::wide::wide;
 use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::{AvgPool, MaxPool};
-use compiler::tensor::DType;
 
 pub fn max(op: &MaxPool, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &y.shape[2..])?;
-    match x.dtype {
-        DType::F32 => Some(max_kernel::<f32>(grid)),
-        DType::F64 => Some(max_kernel::<f64>(grid)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(max_kernel::<T>(grid)))
 }
 
 pub fn max_grad(op: &MaxPool, x: &TensorLayout, dy: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &dy.shape[2..])?;
     u32::try_from(grid.data_len()).ok()?;
-    match x.dtype {
-        DType::F32 => Some(max_grad_kernel::<f32>(grid)),
-        DType::F64 => Some(max_grad_kernel::<f64>(grid)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(max_grad_kernel::<T>(grid)))
 }
 
 pub fn avg(op: &AvgPool, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &y.shape[2..])?;
     let shares = Shares::of(op, &grid, &x.shape[2..]);
-    match x.dtype {
-        DType::F32 => Some(avg_kernel::<f32>(grid, shares)),
-        DType::F64 => Some(avg_kernel::<f64>(grid, shares)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(avg_kernel::<T>(grid, shares)))
 }
 
 pub fn avg_grad(op: &AvgPool, dy: &TensorLayout, dx: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &dx.shape[2..], &op.kernel, &dy.shape[2..])?;
     let shares = Shares::of(op, &grid, &dx.shape[2..]);
-    match dy.dtype {
-        DType::F32 => Some(avg_grad_kernel::<f32>(grid, shares)),
-        DType::F64 => Some(avg_grad_kernel::<f64>(grid, shares)),
-        _ => None,
-    }
+    for_real!(dy.dtype, T => Some(avg_grad_kernel::<T>(grid, shares)))
 }
 
 /// The weight of an element in the mean of its window, as a product over the axes; 0 for an empty window.

@@ -81,6 +81,25 @@ pub trait Real:
     }
 }
 
+/// An optional kernel for `f32` or `f64`, of which `$real` is the one that `$dtype` says; `None` for other element types.
+macro_rules! for_real {
+    ($dtype:expr, $real:ident => $kernel:expr) => {
+        match $dtype {
+            compiler::tensor::DType::F32 => {
+                type $real = f32;
+                $kernel
+            }
+            compiler::tensor::DType::F64 => {
+                type $real = f64;
+                $kernel
+            }
+            _ => None,
+        }
+    };
+}
+
+pub(super) use for_real;
+
 macro_rules! delegate {
     ($type:ident: $($name:ident => $std:ident),*) => {
         $(#[inline(always)]

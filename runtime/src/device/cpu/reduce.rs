@@ -1,6 +1,6 @@
 //! Reductions over any axes: one `f64` accumulator per output, the input read once in order.
 
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::sum::{largest, smallest, sum_of};
 use super::walk::{Walk, row_major};
 use super::wide::wide;
@@ -10,11 +10,7 @@ use compiler::op::{ArgReduce, Reduce, ReduceKind};
 use compiler::tensor::DType;
 
 pub fn kernel(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
-    match x.dtype {
-        DType::F32 => reduce::<f32>(op, x, y),
-        DType::F64 => reduce::<f64>(op, x, y),
-        _ => None,
-    }
+    for_real!(x.dtype, T => reduce::<T>(op, x, y))
 }
 
 fn reduce<T: Real>(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
@@ -89,11 +85,7 @@ accumulate_fns! {
 
 /// Argmax or argmin.
 pub fn arg(op: &ArgReduce, x: &TensorLayout) -> Option<FastKernel> {
-    match x.dtype {
-        DType::F32 => Some(arg_kernel::<f32>(op, x)),
-        DType::F64 => Some(arg_kernel::<f64>(op, x)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(arg_kernel::<T>(op, x)))
 }
 
 #[allow(clippy::eq_op)]

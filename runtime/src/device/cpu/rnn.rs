@@ -2,31 +2,22 @@
 
 use super::lstm::{Sizes, logistic, matrix, state_weight_grad, transposed};
 use super::matmul::product;
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::recurrent::Recurrent;
 use super::wide::wide;
 use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::lstm::order;
 use compiler::op::{Activation, Rnn, RnnGrad};
-use compiler::tensor::DType;
 
 pub fn kernel(op: &Rnn, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
-    match x.dtype {
-        DType::F32 => Some(forward::<f32>(op.reverse, op.activation, sizes)),
-        DType::F64 => Some(forward::<f64>(op.reverse, op.activation, sizes)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(forward::<T>(op.reverse, op.activation, sizes)))
 }
 
 pub fn grad(op: &RnnGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
-    match x.dtype {
-        DType::F32 => Some(backward::<f32>(op.reverse, op.activation, sizes)),
-        DType::F64 => Some(backward::<f64>(op.reverse, op.activation, sizes)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(backward::<T>(op.reverse, op.activation, sizes)))
 }
 
 /// Splits off the next step of a sequence, so that the previous step can be read while it is written.

@@ -1,18 +1,13 @@
 //! Softmax and log-softmax along one axis.
 
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::sum::{largest, sum_exp, sum_of};
 use super::wide::wide;
 use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
-use compiler::tensor::DType;
 
 pub fn kernel(axis: usize, logarithm: bool, x: &TensorLayout) -> Option<FastKernel> {
-    match x.dtype {
-        DType::F32 => Some(axis_kernel::<f32>(axis, logarithm, x)),
-        DType::F64 => Some(axis_kernel::<f64>(axis, logarithm, x)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(axis_kernel::<T>(axis, logarithm, x)))
 }
 
 fn axis_kernel<T: Real>(axis: usize, logarithm: bool, x: &TensorLayout) -> FastKernel {
