@@ -36,8 +36,9 @@ pub fn compile(
     loss: Option<&str>,
     device: &dyn Device,
 ) -> Result<Vec<StageCode>, CompileError> {
-    let options = PassOptions { device, splits: false, joins: &|_| false, recomputation: &Recomputation::default() };
-    compile_parts(graph, stage_of, stages, loss, options)
+    let recomputation = &Recomputation::default();
+    let options = PassOptions { device, splits: false, joins: &|_| false, recomputation, machine: None };
+    Ok(compile_with(graph, stage_of, stages, loss, options)?.0)
 }
 
 /// The device, and variants of the passes, which give bitwise equal results.
@@ -51,6 +52,8 @@ pub struct PassOptions<'a> {
     /// ([`joint`](compiler::pass::batched_weight_grad)).
     pub joins: &'a dyn Fn(usize) -> bool,
     pub recomputation: &'a Recomputation,
+    /// A group like this one shares every stage, each op with its cheapest sharding.
+    pub machine: Option<&'a Machine>,
 }
 
 /// What recomputed stages save and repeat. The backward of a stage repeats its parts; without parts, the forward of all
@@ -63,37 +66,13 @@ pub struct Recomputation {
     pub saving: HashSet<NodeId>,
 }
 
-/// Like [`compile`], with variants of the passes.
-pub fn compile_parts(
+/// Like [`compile`], with variants of the passes. Also returns the sharding of each parameter.
+pub fn compile_with(
     graph: &Graph,
     stage_of: &HashMap<NodeId, usize>,
     stages: usize,
     loss: Option<&str>,
-    options: PassOptions<'_>,
-) -> Result<Vec<StageCode>, CompileError> {
-    Ok(compile_with(graph, stage_of, stages, loss, options, None)?.0)
-}
-
-/// Like [`compile_parts`], with every stage tensor-parallel over a group like `machine`, each op with its cheapest
-/// sharding. Also returns the sharding of each parameter.
-pub fn compile_tensor_parallel(
-    graph: &Graph,
-    stage_of: &HashMap<NodeId, usize>,
-    stages: usize,
-    loss: &str,
-    options: PassOptions<'_>,
-    machine: &Machine,
-) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
-    compile_with(graph, stage_of, stages, Some(loss), options, Some(machine))
-}
-
-fn compile_with(
-    graph: &Graph,
-    stage_of: &HashMap<NodeId, usize>,
-    stages: usize,
-    loss: Option<&str>,
-    PassOptions { device, splits, joins, recomputation }: PassOptions<'_>,
-    machine: Option<&Machine>,
+    PassOptions { device, splits, joins, recomputation, machine }: PassOptions<'_>,
 ) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
     check_sizes(device, graph)?;
     let mut fragments = fragments(graph, stage_of, stages)?;
