@@ -120,7 +120,7 @@ impl Cudnn {
     /// Opens the library on the GPU whose context the calling thread has bound. `None` if it is not there or does not
     /// start.
     pub fn open() -> Option<Cudnn> {
-        let functions = Functions::find()?;
+        let functions = Functions::known()?;
         let mut raw = ptr::null_mut();
         // SAFETY: the library writes one handle.
         functions.check_status(unsafe { (functions.create)(&mut raw) }).ok()?;
@@ -129,7 +129,7 @@ impl Cudnn {
 
     /// The library for a GPU that is described in JSON, as the library writes it since version 9.8.
     pub fn without_gpu(properties: &str) -> Option<Cudnn> {
-        let functions = Functions::find()?;
+        let functions = Functions::known()?;
         let text: Vec<c_char> = properties.bytes().map(|byte| byte as c_char).collect();
         let describe = || -> Result<Descriptor, CudnnError> {
             let properties = Descriptor::new(functions, kind::GPU_PROPERTIES)?;

@@ -7,7 +7,7 @@
 
 use super::device::open;
 use super::gpu::Gpu;
-use super::library::{CudaLibrary, LoadedLibrary};
+use super::library::functions;
 use super::stream::CudaStream;
 use crate::device::api::Stream;
 use crate::device::buffer::Buffer;
@@ -18,7 +18,7 @@ use crate::device::tensor_link::{LinkEnd, Role, TensorLink, Transport};
 use cudarc::driver::{DriverError, sys};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Bytes of an id, `NCCL_UNIQUE_ID_BYTES`.
 const ID_BYTES: usize = 128;
@@ -34,41 +34,19 @@ struct UniqueId([u8; ID_BYTES]);
 type Comm = *mut c_void;
 type Transfer<P> = unsafe extern "C" fn(P, usize, c_int, c_int, Comm, *mut c_void) -> c_int;
 
-/// The functions, with their documented types.
-struct Functions {
-    new_id: unsafe extern "C" fn(*mut UniqueId) -> c_int,
-    init: unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> c_int,
-    send: Transfer<*const c_void>,
-    receive: Transfer<*mut c_void>,
-    destroy: unsafe extern "C" fn(Comm) -> c_int,
-    abort: unsafe extern "C" fn(Comm) -> c_int,
-    async_error: unsafe extern "C" fn(Comm, *mut c_int) -> c_int,
-    error: unsafe extern "C" fn(c_int) -> *const c_char,
+functions! {
+    Nccl:
+    new_id = c"ncclGetUniqueId": unsafe extern "C" fn(*mut UniqueId) -> c_int;
+    init = c"ncclCommInitRank": unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> c_int;
+    send = c"ncclSend": Transfer<*const c_void>;
+    receive = c"ncclRecv": Transfer<*mut c_void>;
+    destroy = c"ncclCommDestroy": unsafe extern "C" fn(Comm) -> c_int;
+    abort = c"ncclCommAbort": unsafe extern "C" fn(Comm) -> c_int;
+    async_error = c"ncclCommGetAsyncError": unsafe extern "C" fn(Comm, *mut c_int) -> c_int;
+    error = c"ncclGetErrorString": unsafe extern "C" fn(c_int) -> *const c_char;
 }
 
 impl Functions {
-    /// `None` if the library is not installed, or too old for point-to-point transfers (2.7).
-    fn find() -> Option<&'static Functions> {
-        static FOUND: OnceLock<Option<Functions>> = OnceLock::new();
-        FOUND.get_or_init(|| Functions::of(CudaLibrary::Nccl.find().ok()?)).as_ref()
-    }
-
-    fn of(library: &LoadedLibrary) -> Option<Functions> {
-        // SAFETY: the fields have the documented types of these functions, and the library stays loaded.
-        unsafe {
-            Some(Functions {
-                new_id: library.function(c"ncclGetUniqueId")?,
-                init: library.function(c"ncclCommInitRank")?,
-                send: library.function(c"ncclSend")?,
-                receive: library.function(c"ncclRecv")?,
-                destroy: library.function(c"ncclCommDestroy")?,
-                abort: library.function(c"ncclCommAbort")?,
-                async_error: library.function(c"ncclCommGetAsyncError")?,
-                error: library.function(c"ncclGetErrorString")?,
-            })
-        }
-    }
-
     fn check_status(&self, gpu: &Gpu, status: c_int) -> Result<(), DeviceError> {
         if status == 0 {
             return Ok(());
