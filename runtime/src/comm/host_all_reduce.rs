@@ -6,7 +6,7 @@
 
 use crate::comm::all_reduce::{AllReduce, Collective, Parts, range};
 use crate::comm::communicator::{CollectiveError, PeerLost};
-use crate::device::api::{Device, Stream};
+use crate::device::api::{Device, Elementwise, Stream};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::memory_counter::MemoryCounter;
@@ -232,12 +232,10 @@ impl Work {
             let mut sum = tools.block.region_mut().slice(0..block.len());
             match rest {
                 [] => tools.stream.copy(block_region(first, &block), sum.reborrow())?,
-                [second, ..] => tools.stream.add(
-                    dtype,
-                    block_region(first, &block),
-                    block_region(second, &block),
-                    sum.reborrow(),
-                )?,
+                [second, ..] => {
+                    let operands = [block_region(first, &block), block_region(second, &block)];
+                    tools.stream.elementwise(Elementwise::Add, dtype, &operands, sum.reborrow())?
+                }
             }
             rest.iter()
                 .skip(1)

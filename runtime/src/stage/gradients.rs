@@ -2,6 +2,7 @@
 //! Gradients of 16-bit parameters are accumulated in `f32`.
 
 use crate::comm::communicator::CollectiveError;
+use crate::device::api::Elementwise;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
@@ -113,7 +114,8 @@ pub fn sum_terms(
             Some(sum) => device.stream.accumulate(dtype, term.region(), sum)?,
             None => {
                 let mut sum = new_sum(device, total.len(), is_pooled)?;
-                device.stream.add(dtype, total.region(), term.region(), Buffer::exclusive(&mut sum))?;
+                let operands = [total.region(), term.region()];
+                device.stream.elementwise(Elementwise::Add, dtype, &operands, Buffer::exclusive(&mut sum))?;
                 device.give_foreign(std::mem::replace(&mut total, sum))?;
             }
         }
@@ -130,7 +132,8 @@ fn new_sum(device: &DeviceContext, bytes: usize, is_pooled: bool) -> Result<Arc<
 pub fn scaled_copy(device: &DeviceContext, dtype: DType, gradient: &Buffer, scale: f64) -> Result<Buffer, DeviceError> {
     let mut copy = device.copy_of(gradient.region())?;
     if scale != 1.0 {
-        device.stream.scale(accumulation_type(dtype), copy.region_mut(), scale)?;
+        let (verb, dtype) = (Elementwise::Scale(scale), accumulation_type(dtype));
+        device.stream.elementwise(verb, dtype, &[], copy.region_mut())?;
     }
     Ok(copy)
 }

@@ -14,7 +14,7 @@ use super::queue::{Queue, RawEvent};
 use super::staging::{PinnedMemory, StagingBuffers};
 use super::verbs;
 use super::verbs::{MOST_BLOCKS, PARTS, THREADS, Verb};
-use crate::device::api::{AverageStep, Kernel, OutputMode, ParameterUpdate, Rows, Stream, WeightRegions};
+use crate::device::api::{AverageStep, Elementwise, Kernel, OutputMode, ParameterUpdate, Rows, Stream, WeightRegions};
 use crate::device::buffer::{Buffer, DeviceMemory};
 use crate::device::download::Download;
 use crate::device::error::DeviceError;
@@ -26,6 +26,7 @@ use cudarc::driver::{DriverError, result};
 use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::mem::discriminant;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -297,27 +298,24 @@ impl Stream for CudaStream {
         }
     }
 
-    fn accumulate(&self, dtype: DType, term: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
-        self.launch_elements(
-            Verb::Accumulate(dtype),
-            || verbs::accumulate(dtype),
-            term.len() / dtype.size(),
-            &[term.address(), sum.address()],
-        )
-    }
-
-    fn add(&self, dtype: DType, first: Region<'_>, second: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
-        let words = [first.address(), second.address(), sum.address()];
-        self.launch_elements(Verb::Add(dtype), || verbs::add(dtype), sum.len() / dtype.size(), &words)
-    }
-
-    fn scale(&self, dtype: DType, values: RegionMut<'_>, factor: f64) -> Result<(), DeviceError> {
-        self.launch_elements(
-            Verb::Scale(dtype),
-            || verbs::scale(dtype),
-            values.len() / dtype.size(),
-            &[values.address(), factor.to_bits()],
-        )
+    fn elementwise(
+        &self,
+        verb: Elementwise,
+        dtype: DType,
+        operands: &[Region<'_>],
+        result: RegionMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let factor = match verb {
+            Elementwise::Accumulate | Elementwise::Add => None,
+            Elementwise::Scale(factor) | Elementwise::AverageUpdate { keep: factor } => Some(factor),
+            Elementwise::SetBack { steps } => Some(f64::from(steps)),
+        };
+        let mut words: Vec<u64> = operands.iter().map(|operand| operand.address()).collect();
+        words.push(result.address());
+        words.extend(factor.map(f64::to_bits));
+        let count = operands.first().map_or(result.len(), Region::len) / dtype.size();
+        let verb_of_type = Verb::Elementwise(discriminant(&verb), dtype);
+        self.launch_elements(verb_of_type, || verbs::elementwise(verb, dtype), count, &words)
     }
 
     fn squared_norms(&self, tensors: &[(DType, Region<'_>)]) -> Result<Vec<f64>, DeviceError> {
@@ -391,33 +389,6 @@ impl Stream for CudaStream {
         words.extend(factors.iter().map(|(_, factor)| factor.to_bits()));
         let verb = Verb::Predict(RuleVariant::of(rule), dtype);
         self.launch_elements(verb, || optimizer::predict(rule, dtype, &factors), weights.len() / dtype.size(), &words)
-    }
-
-    fn average_update(
-        &self,
-        dtype: DType,
-        (old, new): (Region<'_>, Region<'_>),
-        keep: f64,
-        average: RegionMut<'_>,
-    ) -> Result<(), DeviceError> {
-        let words = [old.address(), new.address(), average.address(), keep.to_bits()];
-        self.launch_elements(
-            Verb::AverageUpdate(dtype),
-            || verbs::average_update(dtype),
-            average.len() / dtype.size(),
-            &words,
-        )
-    }
-
-    fn set_back_weights(
-        &self,
-        dtype: DType,
-        weights: Region<'_>,
-        (average, steps): (Region<'_>, u32),
-        to: RegionMut<'_>,
-    ) -> Result<(), DeviceError> {
-        let words = [weights.address(), average.address(), to.address(), f64::from(steps).to_bits()];
-        self.launch_elements(Verb::SetBack(dtype), || verbs::set_back(dtype), weights.len() / dtype.size(), &words)
     }
 
     fn moving_averages(&self, steps: Vec<AverageStep<'_>>) -> Result<(), DeviceError> {

@@ -2,7 +2,7 @@
 
 use super::clock::Clock;
 use super::device::{CheckedRange, Shared, lock, sanitizer};
-use crate::device::api::{AverageStep, Kernel, OutputMode, ParameterUpdate, Stream, WeightRegions};
+use crate::device::api::{AverageStep, Elementwise, Kernel, OutputMode, ParameterUpdate, Stream, WeightRegions};
 use crate::device::buffer::Buffer;
 use crate::device::cpu::device::CpuStream;
 use crate::device::error::DeviceError;
@@ -109,24 +109,18 @@ impl Stream for SanitizerStream {
         CpuStream.cast((from.0, source.region()), (to.0, unsafe { target.region_mut() }))
     }
 
-    fn accumulate(&self, dtype: DType, term: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
+    fn elementwise(
+        &self,
+        verb: Elementwise,
+        dtype: DType,
+        operands: &[Region<'_>],
+        result: RegionMut<'_>,
+    ) -> Result<(), DeviceError> {
         let call = self.begin_call();
-        let (term, sum) = (call.read(term)?, call.write(&sum)?);
+        let (operands, result) = (call.read_all(operands)?, call.write(&result)?);
+        let operands: Vec<Region<'_>> = operands.iter().map(CheckedRange::region).collect();
         // SAFETY: see above.
-        CpuStream.accumulate(dtype, term.region(), unsafe { sum.region_mut() })
-    }
-
-    fn add(&self, dtype: DType, first: Region<'_>, second: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
-        let call = self.begin_call();
-        let (first, second, sum) = (call.read(first)?, call.read(second)?, call.write(&sum)?);
-        // SAFETY: see above.
-        CpuStream.add(dtype, first.region(), second.region(), unsafe { sum.region_mut() })
-    }
-
-    fn scale(&self, dtype: DType, values: RegionMut<'_>, factor: f64) -> Result<(), DeviceError> {
-        let values = self.begin_call().write(&values)?;
-        // SAFETY: see above.
-        CpuStream.scale(dtype, unsafe { values.region_mut() }, factor)
+        CpuStream.elementwise(verb, dtype, &operands, unsafe { result.region_mut() })
     }
 
     fn squared_norms(&self, tensors: &[(DType, Region<'_>)]) -> Result<Vec<f64>, DeviceError> {
@@ -179,32 +173,6 @@ impl Stream for SanitizerStream {
         let state: Vec<Region<'_>> = state.iter().map(CheckedRange::region).collect();
         // SAFETY: see above.
         CpuStream.predict_weights(rule, prediction, weights.region(), &state, unsafe { to.region_mut() })
-    }
-
-    fn average_update(
-        &self,
-        dtype: DType,
-        (old, new): (Region<'_>, Region<'_>),
-        keep: f64,
-        average: RegionMut<'_>,
-    ) -> Result<(), DeviceError> {
-        let call = self.begin_call();
-        let (old, new, average) = (call.read(old)?, call.read(new)?, call.write(&average)?);
-        // SAFETY: see above.
-        CpuStream.average_update(dtype, (old.region(), new.region()), keep, unsafe { average.region_mut() })
-    }
-
-    fn set_back_weights(
-        &self,
-        dtype: DType,
-        weights: Region<'_>,
-        (average, steps): (Region<'_>, u32),
-        to: RegionMut<'_>,
-    ) -> Result<(), DeviceError> {
-        let call = self.begin_call();
-        let (weights, average, to) = (call.read(weights)?, call.read(average)?, call.write(&to)?);
-        // SAFETY: see above.
-        CpuStream.set_back_weights(dtype, weights.region(), (average.region(), steps), unsafe { to.region_mut() })
     }
 
     fn moving_averages(&self, steps: Vec<AverageStep<'_>>) -> Result<(), DeviceError> {
