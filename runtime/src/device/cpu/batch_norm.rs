@@ -75,7 +75,6 @@ fn forward<T: Real>(epsilon: f64, planes: Planes) -> FastKernel {
             }
             normalise(planes, &run, x, [scale, bias], [means, squares], y);
         }
-        Ok(())
     });
     fast.with_workspace(2 * c * size_of::<f64>())
 }
@@ -99,7 +98,6 @@ fn backward<T: Real>(planes: Planes) -> FastKernel {
             }
             input_grad(planes, &run, [dy, x, scale, mean, rstd], [scale_sums, bias_sums], dx);
         }
-        Ok(())
     });
     fast.with_workspace(2 * c * size_of::<f64>())
 }

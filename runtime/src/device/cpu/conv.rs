@@ -154,7 +154,6 @@ fn patch_kernel<T: Real>(role: Role, shape: Shape) -> FastKernel {
             Role::InputGrad => input_grad(&shape, a, b, result, patches, scratch),
             Role::WeightGrad => weight_grad(&shape, [a, b], result, patches, scratch, add),
         }
-        Ok(())
     });
     fast.with_workspace(first + scratch * size_of::<T>())
 }

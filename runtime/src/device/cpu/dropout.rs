@@ -53,7 +53,6 @@ fn piece_kernel<T: Real>(op: Dropout) -> FastKernel {
         let first = inputs.get(2).map_or(0, |first| cast_slice::<u8, i64>(first)[0]);
         let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
         drop_out(x, first as usize, op.mask(counter), op.scale(), y);
-        Ok(())
     })
 }
 

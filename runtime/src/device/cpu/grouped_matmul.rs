@@ -35,7 +35,6 @@ fn product_kernel<T: Real>(op: GroupedMatMul, x: &TensorLayout, w: &TensorLayout
             product([range.len(), n, k], a, b, &mut y[range.start * n..range.end * n], n, false);
         }
         y[end * n..].fill(T::ZERO);
-        Ok(())
     })
 }
 
@@ -50,6 +49,5 @@ fn grad_kernel<T: Real>(a: &TensorLayout, b: &TensorLayout, ends: &TensorLayout)
             let right = Matrix { values: &b[range.start * n..range.end * n], strides: (n, 1) };
             product([m, n, range.len()], left, right, &mut c[g * m * n..(g + 1) * m * n], n, false);
         }
-        Ok(())
     })
 }

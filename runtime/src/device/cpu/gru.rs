@@ -63,7 +63,6 @@ fn forward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKerne
             h = step;
         }
         last_h.copy_from_slice(h);
-        Ok(())
     });
     fast.with_workspace(recurrent.bytes::<T>() + candidate.bytes::<T>() + batch * three * size_of::<T>())
 }
@@ -170,7 +169,6 @@ fn backward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKern
         // The recurrent bias has the same sums, except for the candidate.
         db_hh[..two].copy_from_slice(&db_ih[..two]);
         sum_columns(e, &mut sums[two..], &mut db_hh[two..]);
-        Ok(())
     });
     let panel_bytes = of_gates.bytes::<T>() + of_candidate.bytes::<T>();
     fast.with_workspace(panel_bytes + sums_bytes + (rows * four + batch * hidden) * size_of::<T>())

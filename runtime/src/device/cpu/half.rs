@@ -117,7 +117,7 @@ fn take<'a>(scratch: &mut &'a mut [u8], layout: &TensorLayout) -> &'a mut [u8] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cpu::Kernel;
+    use crate::device::cpu::{Kernel, tests};
     use compiler::op::table::{rule, samples};
     use compiler::tensor::Tensor;
     use compiler::tensor::fact::Fact;
@@ -136,38 +136,16 @@ mod tests {
                 if kernel.is_reference() || !facts.iter().chain(&results).any(|f| is_half(f.dtype)) {
                     continue;
                 }
-                let run = |kernel: &Kernel| -> Vec<Tensor> {
-                    let mut outputs: Vec<Vec<u64>> =
-                        results.iter().map(|f| vec![0; f.bytes().unwrap() as usize / 8 + 1]).collect();
-                    let lengths: Vec<usize> = results.iter().map(|f| f.bytes().unwrap() as usize).collect();
-                    let mut slices: Vec<&mut [u8]> = outputs
-                        .iter_mut()
-                        .zip(&lengths)
-                        .map(|(o, &n)| &mut cast_slice_mut::<u64, u8>(o)[..n])
-                        .collect();
-                    let aligned: Vec<Vec<u64>> = inputs
-                        .iter()
-                        .map(|t| {
-                            let mut words = vec![0u64; t.bytes().len() / 8 + 1];
-                            cast_slice_mut::<u64, u8>(&mut words)[..t.bytes().len()].copy_from_slice(t.bytes());
-                            words
-                        })
-                        .collect();
-                    let buffers: Vec<&[u8]> = aligned
-                        .iter()
-                        .zip(&inputs)
-                        .map(|(w, t)| &cast_slice::<u64, u8>(w)[..t.bytes().len()])
-                        .collect();
-                    let mut scratch = vec![0u8; kernel.workspace() + ALIGNMENT];
-                    let shift = scratch.as_ptr().align_offset(ALIGNMENT);
-                    kernel.run(&buffers, &mut slices, &mut scratch[shift..][..kernel.workspace()]).unwrap();
-                    let tensors = outputs.iter().zip(&lengths).zip(&results).map(|((o, &n), f)| {
-                        let bytes = cast_slice::<u64, u8>(o)[..n].to_vec();
-                        Tensor::new(f.dtype, f.concrete().unwrap(), bytes.into()).unwrap()
-                    });
-                    tensors.collect()
-                };
                 let layouts = |facts: &[Fact]| facts.iter().map(TensorLayout::of).collect::<Vec<_>>();
+                let tensors: Vec<&Tensor> = inputs.iter().collect();
+                let run = |kernel: &Kernel| {
+                    tests::results(
+                        |i, o, scratch| kernel.run(i, o, scratch),
+                        kernel.workspace(),
+                        &tensors,
+                        &layouts(&results),
+                    )
+                };
                 let reference = Kernel::from_parts(sample.op.clone(), layouts(&facts), layouts(&results), None);
                 for (got, want) in run(&kernel).iter().zip(run(&reference)) {
                     let step = if dtype == DType::F16 { 1.0 / 1024.0 } else { 1.0 / 128.0 };

@@ -27,7 +27,6 @@ fn forward<T: Real>(epsilon: f64, n: usize) -> FastKernel {
             let statistics = normalise(&x[range.clone()], scale, bias, &mut y[range], epsilon);
             (mean[row], rstd[row]) = (T::of(statistics[0]), T::of(statistics[1]));
         }
-        Ok(())
     })
 }
 
@@ -59,7 +58,6 @@ fn backward<T: Real>(n: usize) -> FastKernel {
         let (scale_sums, bias_sums) = sums.split_at(n);
         cast_slice_mut::<u8, T>(dscale).iter_mut().zip(scale_sums).for_each(|(d, &sum)| *d = T::of(sum));
         cast_slice_mut::<u8, T>(dbias).iter_mut().zip(bias_sums).for_each(|(d, &sum)| *d = T::of(sum));
-        Ok(())
     });
     fast.with_workspace(2 * n * size_of::<f64>())
 }

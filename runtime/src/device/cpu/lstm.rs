@@ -97,7 +97,6 @@ fn forward<T: Real>(reverse: bool, sizes: Sizes) -> FastKernel {
         }
         last_h.copy_from_slice(h);
         last_c.copy_from_slice(c);
-        Ok(())
     });
     fast.with_workspace(recurrent.bytes::<T>())
 }
@@ -172,7 +171,6 @@ fn backward<T: Real>(reverse: bool, sizes: Sizes) -> FastKernel {
         let da = &*da;
         sizes.input_grads(da, [x, w_ih], [dx, dw_ih, db], sums);
         state_weight_grad(reverse, sizes, da, [gate_width, gate_width], h0, y, dw_hh);
-        Ok(())
     });
     fast.with_workspace(recurrent.bytes::<T>() + sums_bytes + rows * gate_width * size_of::<T>())
 }

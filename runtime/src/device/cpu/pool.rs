@@ -65,13 +65,11 @@ impl Shares {
 fn max_kernel<T: Real>(grid: Grid) -> FastKernel {
     if grid.is_of_squares() {
         return FastKernel::new(move |inputs, outputs, _| {
-            max_of_squares(grid.out[2], cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
-            Ok(())
+            max_of_squares(grid.out[2], cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]))
         });
     }
     FastKernel::new(move |inputs, outputs, _| {
-        max_planes(&grid, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
-        Ok(())
+        max_planes(&grid, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]))
     })
 }
 
@@ -132,7 +130,6 @@ fn max_grad_kernel<T: Real>(grid: Grid) -> FastKernel {
         return FastKernel::new(move |inputs, outputs, _| {
             let (x, dy) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
             max_grad_of_squares(grid.out[2], x, dy, cast_slice_mut(outputs[0]));
-            Ok(())
         });
     }
     let windows = grid.out_len();
@@ -143,7 +140,6 @@ fn max_grad_kernel<T: Real>(grid: Grid) -> FastKernel {
         let index = &mut cast_slice_mut::<u8, u32>(&mut index[..windows * size_of::<u32>()])[..];
         let (x, dy) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         max_grad_planes(&grid, x, dy, cast_slice_mut(outputs[0]), best, index);
-        Ok(())
     });
     fast.with_workspace(first + windows * size_of::<u32>())
 }
@@ -217,8 +213,7 @@ wide! {
 
 fn avg_kernel<T: Real>(grid: Grid, shares: Shares) -> FastKernel {
     FastKernel::new(move |inputs, outputs, _| {
-        avg_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
-        Ok(())
+        avg_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]))
     })
 }
 
@@ -252,8 +247,7 @@ wide! {
 
 fn avg_grad_kernel<T: Real>(grid: Grid, shares: Shares) -> FastKernel {
     FastKernel::new(move |inputs, outputs, _| {
-        avg_grad_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
-        Ok(())
+        avg_grad_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]))
     })
 }
 

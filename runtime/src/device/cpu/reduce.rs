@@ -45,7 +45,6 @@ fn reduce<T: Real>(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<Fa
         for (y, &v) in cast_slice_mut::<u8, T>(outputs[0]).iter_mut().zip(&*accumulators) {
             *y = T::of(v / divisor);
         }
-        Ok(())
     });
     Some(fast.with_workspace(y.len() * size_of::<f64>()))
 }
@@ -109,6 +108,5 @@ fn arg_kernel<T: Real + Pod>(op: &ArgReduce, x: &TensorLayout) -> FastKernel {
                 y[block * inner + within] = best.0 as i64;
             }
         }
-        Ok(())
     })
 }

@@ -37,7 +37,6 @@ fn forward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fast
             h = step;
         }
         last_h.copy_from_slice(h);
-        Ok(())
     });
     fast.with_workspace(recurrent.bytes::<T>())
 }
@@ -80,7 +79,6 @@ fn backward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fas
         let da = &*da;
         sizes.input_grads(da, [x, w_ih], [dx, dw_ih, db], sums);
         state_weight_grad(reverse, sizes, da, [hidden, hidden], h0, y, dw_hh);
-        Ok(())
     });
     fast.with_workspace(recurrent.bytes::<T>() + sums_bytes + rows * hidden * size_of::<T>())
 }

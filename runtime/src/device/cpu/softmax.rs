@@ -13,18 +13,16 @@ pub fn kernel(axis: usize, logarithm: bool, x: &TensorLayout) -> Option<FastKern
 fn axis_kernel<T: Real>(axis: usize, logarithm: bool, x: &TensorLayout) -> FastKernel {
     let (size, inner) = (x.shape[axis], x.shape[axis + 1..].iter().product::<usize>());
     if x.is_empty() {
-        return FastKernel::new(|_, _, _| Ok(()));
+        return FastKernel::new(|_, _, _| {});
     }
     if inner == 1 {
         return FastKernel::new(move |inputs, outputs, _| {
-            softmax_rows(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), size, logarithm);
-            Ok(())
+            softmax_rows(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), size, logarithm)
         });
     }
     let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let (max, sum) = cast_slice_mut::<u8, f64>(workspace)[..2 * inner].split_at_mut(inner);
         softmax_columns(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), [size, inner], logarithm, max, sum);
-        Ok(())
     });
     fast.with_workspace(2 * inner * size_of::<f64>())
 }
