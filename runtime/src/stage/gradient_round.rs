@@ -41,7 +41,7 @@ impl StageWorker<'_> {
         self.contribute_tied(round, Some(bucket), &mut terms)?;
         let number = self.collective_number(round, bucket);
         let has_terms = self.reduce_in_place((number, bucket), terms)?;
-        self.replicas.contribute(number, replica, BucketContribution { has_terms, samples });
+        self.comms.replicas.contribute(number, replica, BucketContribution { has_terms, samples });
         Ok(())
     }
 
@@ -53,8 +53,8 @@ impl StageWorker<'_> {
     /// Blocks until the all-reduce of one bucket is done.
     pub fn finish_reduce(&mut self, round: u32, bucket: u32) -> Result<(), CollectiveError> {
         let number = self.collective_number(round, bucket);
-        let contributions = self.replicas.wait(number)?;
-        if let Some(all_reduce) = &self.all_reduce {
+        let contributions = self.comms.replicas.wait(number)?;
+        if let Some(all_reduce) = &self.comms.all_reduce {
             all_reduce.wait(Collective::AllReduce(number), self.round_gradients.replica)?;
         }
         let sums = self.round_gradients.reducing.remove(&number).unwrap_or_default();
@@ -124,7 +124,7 @@ impl StageWorker<'_> {
             sums.push(sum);
         }
         self.round_gradients.reducing.insert(number, sums);
-        if let Some(all_reduce) = &self.all_reduce {
+        if let Some(all_reduce) = &self.comms.all_reduce {
             all_reduce.contribute(Collective::AllReduce(number), self.round_gradients.replica, parts)?;
         }
         Ok(has_terms)

@@ -20,9 +20,9 @@ const LAST: u64 = 0;
 impl StageWorker<'_> {
     /// Contributes this replica's shards of one bucket of a version.
     pub fn contribute_shards(&mut self, version: u32, bucket: u32) -> Result<(), DeviceError> {
-        let Some(shard_comm) = self.shard_comm.clone() else { return Ok(()) };
+        let Some(shard_comm) = self.comms.shard_comm.clone() else { return Ok(()) };
         let number = self.collective_number(version, bucket);
-        if let Some(all_reduce) = &self.all_reduce {
+        if let Some(all_reduce) = &self.comms.all_reduce {
             let parts = self.weights_in_place(version, bucket)?;
             all_reduce.contribute(Collective::AllGather(number), self.shard.replica(), parts)?;
         }
@@ -51,10 +51,10 @@ impl StageWorker<'_> {
 
     /// Receives the other replicas' shards of one bucket of a version. Blocks. Returns true if the version is complete.
     pub fn receive_shards(&mut self, version: u32, bucket: u32) -> Result<bool, CollectiveError> {
-        let Some(shard_comm) = self.shard_comm.clone() else { return Ok(false) };
+        let Some(shard_comm) = self.comms.shard_comm.clone() else { return Ok(false) };
         let number = self.collective_number(version, bucket);
         shard_comm.wait(number)?;
-        if let Some(all_reduce) = &self.all_reduce {
+        if let Some(all_reduce) = &self.comms.all_reduce {
             all_reduce.wait(Collective::AllGather(number), self.shard.replica())?;
         }
         let weights = self.versions.get(&version).ok_or(CollectiveError::PeerLost)?;
@@ -110,7 +110,7 @@ impl StageWorker<'_> {
         weights: &mut Weights,
         gradients: &mut [(usize, Buffer)],
     ) -> Result<(), CollectiveError> {
-        let Some(shard_comm) = self.shard_comm.clone() else { return Ok(()) };
+        let Some(shard_comm) = self.comms.shard_comm.clone() else { return Ok(()) };
         let parameters = self.code.parameters.len();
         // Numbers from `parameters` on stand for gradients.
         let is_sharded = |p: &usize| self.shard.is_sharded(*p);

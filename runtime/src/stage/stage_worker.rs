@@ -5,8 +5,7 @@
 //! shares the parameter.
 
 use crate::checkpoint::ResumeState;
-use crate::comm::all_reduce::AllReduce;
-use crate::comm::communicator::{CollectiveError, Communicator};
+use crate::comm::communicator::CollectiveError;
 use crate::comm::tensor_group::TensorRank;
 use crate::data::Batches;
 use crate::device::api::Device;
@@ -21,18 +20,18 @@ use crate::exec::executor::{ExecuteError, Executor, Item, Weights};
 use crate::exec::moving_average::{Samples, update_states};
 use crate::exec::phase::RoundPosition;
 use crate::exec::stage_code::StageCode;
-use crate::optim::grad_norm::{NormAllReduce, Squares};
+use crate::optim::grad_norm::{Squares, sum_of_squares};
 use crate::optim::optimizer::Optimizer;
 use crate::optim::policy::{Policy, Staleness};
 use crate::optim::update::{ParameterStep, ParameterUpdater};
-use crate::stage::gradient_buckets::{BucketContribution, ReplicaGradients, RoundGradients};
+use crate::stage::gradient_buckets::{ReplicaGradients, RoundGradients};
 use crate::stage::gradients::{GradientTerms, lend_sums, scaled_copy, sum_terms};
 use crate::stage::lag::Lag;
 use crate::stage::optimizer_step::OptimizerStep;
 use crate::stage::pending_snapshots::PendingSnapshots;
-use crate::stage::shard_versions::{ShardComm, Stepped};
+use crate::stage::shard_versions::Stepped;
+use crate::stage::stage_comms::StageComms;
 use crate::stage::tied_parameter::{LateTiedWeight, TiedParameter};
-use crate::zero::gradient_shards::GradientShards;
 use crate::zero::shard::ShardRange;
 use crate::zero::streaming::ShardStream;
 use compiler::op::KernelError;
@@ -63,17 +62,9 @@ pub struct StageSetup<'a> {
     pub ends_with_round: bool,
     pub states: Vec<Buffer>,
     pub buckets: u32,
-    pub replicas: Arc<Communicator<BucketContribution>>,
-    /// Sums the replicas' gradients in place; `None` without replicas.
-    pub all_reduce: Option<Arc<dyn AllReduce>>,
+    pub comms: StageComms,
     /// The replica's parameter shards.
     pub shard: ShardRange,
-    /// Exchange of weight shards, under ZeRO.
-    pub shard_comm: Option<Arc<ShardComm>>,
-    /// Norm all-reduce, if each replica has only a shard of the gradients.
-    pub norms: Option<NormAllReduce>,
-    /// Gradient shards, under ZeRO 2 and 3.
-    pub gradient_shards: Option<Arc<GradientShards>>,
     pub tied: Vec<TiedParameter>,
     /// Number among the replicas of the stage.
     pub replica: usize,
@@ -100,12 +91,9 @@ struct PendingLoss {
 pub struct StageWorker<'a> {
     pub stage: StageId,
     pub(super) code: &'a StageCode,
-    pub(super) replicas: Arc<Communicator<BucketContribution>>,
-    pub(super) all_reduce: Option<Arc<dyn AllReduce>>,
+    pub(super) comms: StageComms,
     pub(super) shard: ShardRange,
-    pub(super) shard_comm: Option<Arc<ShardComm>>,
     pub(super) shard_stream: Option<Arc<ShardStream>>,
-    norms: Option<NormAllReduce>,
     /// Versions that are not gathered completely.
     pub(super) stepped: BTreeMap<u32, Stepped>,
     pub(super) tied: Vec<TiedParameter>,
@@ -172,12 +160,8 @@ impl<'a> StageWorker<'a> {
             delay,
             ends_with_round,
             states,
-            replicas,
-            all_reduce,
+            comms,
             shard,
-            shard_comm,
-            norms,
-            gradient_shards,
             tied,
             replica,
             buckets,
@@ -189,10 +173,10 @@ impl<'a> StageWorker<'a> {
         let mut executor = Executor::new(code, states, &device, counter.clone())?;
         executor.tensor_rank = tensor_rank;
         let mut shard_stream = None;
-        if let Some(gradient_shards) = gradient_shards {
+        if let Some(gradient_shards) = &comms.gradient_shards {
             let version = resume.as_ref().map_or(0, |resume| resume.version);
             gradient_shards.enter(shard.replica(), &device, counter, if flushes { version } else { u32::MAX });
-            let stream = Arc::new(ShardStream::new(code, shard.clone(), gradient_shards, ends_with_round));
+            let stream = Arc::new(ShardStream::new(code, shard.clone(), gradient_shards.clone(), ends_with_round));
             executor.step_hook = Some(stream.clone());
             shard_stream = Some(stream);
         }
@@ -204,7 +188,7 @@ impl<'a> StageWorker<'a> {
                 crate::stage::shard_versions::initial_shards(&shard, code, first, resume.as_mut(), &executor.device)?;
         }
         first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(counter));
-        if let Some(all_reduce) = &all_reduce {
+        if let Some(all_reduce) = &comms.all_reduce {
             let bytes = code.gradient_terms.iter().map(|term| code.parameters[term.parameter].gradient().1).sum();
             all_reduce.enter(replica, &device, bytes, counter)?;
         }
@@ -220,12 +204,9 @@ impl<'a> StageWorker<'a> {
         let mut stage_worker = StageWorker {
             stage,
             code,
-            replicas,
-            all_reduce,
+            comms,
             shard,
-            shard_comm,
             shard_stream,
-            norms,
             stepped: BTreeMap::new(),
             tied,
             late_weights,
@@ -519,8 +500,8 @@ impl<'a> StageWorker<'a> {
     /// Total sum of squares of a round's gathered gradients. Blocks for the other replicas if gradients are sharded.
     pub fn sum_of_squares(&self, round: u32) -> Result<f64, CollectiveError> {
         let squares = self.squares(round)?;
-        match &self.norms {
-            Some(norms) => Ok(norms.sum(round, squares)?),
+        match &self.comms.norms {
+            Some(norms) => Ok(sum_of_squares(norms, self.shard.replica(), round, squares)?),
             None => Ok(squares.iter().fold(0.0, |sum, (_, square)| sum + square)),
         }
     }
@@ -535,7 +516,7 @@ impl<'a> StageWorker<'a> {
         }
         let ready = self.ready.remove(&step.round);
         let Some(Ready { totals: Some(mut totals), samples, .. }) = ready else { return Ok(()) };
-        if self.shard_comm.is_some() {
+        if self.comms.shard_comm.is_some() {
             let is_stepped = |p: &usize| step.factor.is_some() && self.shard.is_sharded(*p) && totals[*p].is_some();
             let parameters = (0..old.len()).filter(is_stepped).collect();
             self.stepped.insert(to, Stepped { parameters, buckets: self.round_gradients.buckets() });

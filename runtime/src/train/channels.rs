@@ -20,7 +20,7 @@ use crate::process::exchange::Exchange;
 use crate::process::run_status::LinkError;
 use crate::process::wire::{Contribution, ContributionForm, SharesForm, SquaresForm, TermsForm};
 use crate::stage::gradient_buckets::BucketContribution;
-use crate::stage::shard_versions::ShardComm;
+use crate::stage::stage_comms::StageComms;
 use crate::stage::tied_parameter::{TiedGradientComm, TiedParameter};
 use crate::stage::worker::Key;
 use crate::train::error::TrainError;
@@ -52,10 +52,7 @@ pub struct RankChannels {
     /// For the gradient norm, if all workers share one.
     pub norms: Option<Arc<Communicator<Squares>>>,
     pub ends: HashMap<WorkerId, Ends>,
-    /// By stage, like the following.
-    pub replicas: Vec<Arc<Communicator<BucketContribution>>>,
-    pub all_reduces: Vec<Option<Arc<dyn AllReduce>>>,
-    pub zero: Vec<ZeroCommunicators>,
+    pub stages: Vec<StageComms>,
 }
 
 impl RankChannels {
@@ -66,7 +63,6 @@ impl RankChannels {
         mut context: RankContext<'_, '_>,
     ) -> Result<RankChannels, TrainError> {
         let (program, context) = (training.program, &mut context);
-        let stages = 0..program.stages.len();
         let ties = ties(training, context)?;
         let norms = shares_norm.then(|| {
             let workers: Vec<usize> = (0..program.workers.len()).collect();
@@ -75,12 +71,18 @@ impl RankChannels {
         });
         let norms = norms.transpose()?;
         let ends = channels(training, context)?;
-        let replicas =
-            stages.clone().map(|stage| replica_communicator(training, stage, context)).collect::<Result<_, _>>()?;
-        let all_reduces = stages.clone().map(|stage| replica_all_reduce(program, stage, context));
-        let all_reduces = all_reduces.collect::<Result<_, _>>()?;
-        let zero = stages.map(|stage| zero_communicators(training, stage, &ties, context)).collect::<Result<_, _>>()?;
-        Ok(RankChannels { ties, norms, ends, replicas, all_reduces, zero })
+        let replicas = (0..program.stages.len()).map(|stage| {
+            let replicas = replica_communicator(training, stage, context)?;
+            Ok(StageComms { replicas, all_reduce: None, shard_comm: None, norms: None, gradient_shards: None })
+        });
+        let mut stages = replicas.collect::<Result<Vec<_>, LinkError>>()?;
+        for (stage, comms) in stages.iter_mut().enumerate() {
+            comms.all_reduce = replica_all_reduce(program, stage, context)?;
+        }
+        for (stage, comms) in stages.iter_mut().enumerate().filter(|(stage, _)| program.stages[*stage].zero > 0) {
+            open_zero(training, stage, &ties, context, comms)?;
+        }
+        Ok(RankChannels { ties, norms, ends, stages })
     }
 }
 
@@ -217,41 +219,29 @@ pub fn device_of(devices: &[Arc<dyn Device>], rank: usize) -> Arc<dyn Device> {
     if devices.is_empty() { cpu() } else { devices[rank % devices.len()].clone() }
 }
 
-/// The ZeRO communicators of a stage; all `None` without ZeRO.
-pub struct ZeroCommunicators {
-    pub shard_comm: Option<Arc<ShardComm>>,
-    /// For gradient norms, unless all workers share one norm.
-    pub norms: Option<Arc<Communicator<Squares>>>,
-    /// For gradients accumulated in shards, under ZeRO 2 and 3.
-    pub gradient_shards: Option<Arc<GradientShards>>,
-}
-
-/// Creates the ZeRO communicators of a stage.
-fn zero_communicators(
+/// Opens the ZeRO communicators of a stage.
+fn open_zero(
     training: &TrainJob<'_>,
     stage: usize,
     ties: &[Tie],
     context: &mut RankContext<'_, '_>,
-) -> Result<ZeroCommunicators, LinkError> {
+    comms: &mut StageComms,
+) -> Result<(), LinkError> {
     let (program, code) = (training.program, &training.codes[stage]);
-    let program_stage = &program.stages[stage];
-    if program_stage.zero == 0 {
-        return Ok(ZeroCommunicators { shard_comm: None, norms: None, gradient_shards: None });
-    }
     let members = members(program, stage);
     let gradient_bytes = |named: &NamedTensor| named.gradient().1;
     let form = || SharesForm {
         max_bytes: code.parameters.iter().map(gradient_bytes).cycle().take(2 * code.parameters.len()).collect(),
     };
-    let shard_comm = open_communicator(context, &members, form, collectives(program, stage, versions(program)))?;
-    let needs_norms = training.policy.clip_norm.is_some() && !program.schedule.flushes();
-    let names = norm_count(training);
-    let norms =
-        needs_norms.then(|| open_communicator(context, &members, || SquaresForm { names }, versions(program).into()));
-    let norms = norms.transpose()?;
+    comms.shard_comm =
+        Some(open_communicator(context, &members, form, collectives(program, stage, versions(program)))?);
+    if training.policy.clip_norm.is_some() && !program.schedule.flushes() {
+        let form = || SquaresForm { names: norm_count(training) };
+        comms.norms = Some(open_communicator(context, &members, form, versions(program).into())?);
+    }
     let rank = context.rank;
-    let gradient_shards = match context.exchange {
-        _ if program_stage.zero < 2 => None,
+    comms.gradient_shards = match context.exchange {
+        _ if program.stages[stage].zero < 2 => None,
         Some(exchange) => {
             let tied = members.first().map(|first| tied_parameters(ties, code, (*first, stage))).unwrap_or_default();
             let shard = shard_range(program, stage, 0, code, &tied);
@@ -259,7 +249,7 @@ fn zero_communicators(
         }
         None => Some(Arc::new(GradientShards::new(RemoteReplicas::none(members.len())))),
     };
-    Ok(ZeroCommunicators { shard_comm: Some(shard_comm), norms, gradient_shards })
+    Ok(())
 }
 
 /// The parameter shards of one replica. Tied parameters are not sharded.

@@ -1,6 +1,7 @@
 //! Trains compiled stages under a program: one thread per worker, until all instructions have run.
 
 use crate::checkpoint::resume_point::ResumePoint;
+use crate::comm::communicator::Communicator;
 use crate::comm::tensor_group::{GroupRank, Layouts, TensorRank};
 use crate::device::api::Device;
 use crate::device::buffer::Buffer;
@@ -8,14 +9,14 @@ use crate::device::error::DeviceError;
 use crate::device::layout::{accumulation_type, is_half};
 use crate::exec::evaluate::buffers;
 use crate::exec::stage_code::{NamedTensor, StageCode};
-use crate::optim::grad_norm::{NormAllReduce, shard_number};
+use crate::optim::grad_norm::{Squares, shard_number};
 use crate::optim::optimizer::is_trainable;
 use crate::process::exchange::Exchange;
 use crate::process::placement::rank_name;
 use crate::process::process_group::Group;
 use crate::process::run_status::FailureCause;
 use crate::process::tensor_links::transport;
-use crate::stage::stage_worker::StageSetup;
+use crate::stage::stage_worker::{StageConfig, StageSetup};
 use crate::stage::worker;
 use crate::stage::worker::{CheckpointPlan, Event, WorkerContext};
 use crate::train::channels::{
@@ -247,7 +248,7 @@ pub fn run_ranks(
                 .get(w)
                 .map(|group| Arc::new(TensorRank::new(group.clone(), rank.rank, degree, ranks.layouts.clone())));
             let setup = |stage: StageId| -> Result<StageSetup<'_>, TrainError> {
-                let (code, zero) = (&training.codes[stage.index()], &channels.zero[stage.index()]);
+                let code = &training.codes[stage.index()];
                 let tied = tied_parameters(&channels.ties, code, (w, stage.index()));
                 let shard = shard_range(program, stage.index(), worker.replica, code, &tied);
                 let number = |(p, named): (usize, &NamedTensor)| {
@@ -272,14 +273,7 @@ pub fn run_ranks(
                     ends_with_round: has_no_staleness(program, stage),
                     states: buffers("state", &code.states, training.weights, &*device)?,
                     buckets: program.stages[stage.index()].buckets,
-                    replicas: channels.replicas[stage.index()].clone(),
-                    all_reduce: channels.all_reduces[stage.index()].clone(),
-                    shard_comm: zero.shard_comm.clone(),
-                    gradient_shards: zero.gradient_shards.clone(),
-                    norms: zero
-                        .norms
-                        .clone()
-                        .map(|communicator| NormAllReduce { communicator, member: worker.replica as usize }),
+                    comms: channels.stages[stage.index()].clone(),
                     shard,
                     tied,
                     replica: worker.replica as usize,
@@ -297,15 +291,23 @@ pub fn run_ranks(
                 outgoing,
                 incoming,
                 batches: training.batches,
-                optimizer: training.optimizer,
-                policy: training.policy,
-                norms: channels.norms.clone().map(|communicator| NormAllReduce { communicator, member: w }),
+                config: StageConfig {
+                    optimizer: training.optimizer,
+                    policy: training.policy,
+                    microbatches: program.microbatches,
+                    flushes: program.schedule.flushes(),
+                    keeps_gradients: training.keep_gradients,
+                    window: match checkpoints {
+                        Some(_) => program.stages.iter().map(|stage| stage.cap).max().unwrap_or(0) + 1,
+                        None => 0,
+                    },
+                },
+                norms: channels.norms.clone(),
                 scales_loss,
                 events: if rank.rank == 0 { events.clone() } else { discarded.clone() },
                 epoch,
                 progress: progress.clone(),
                 global_rank,
-                keep_gradients: training.keep_gradients,
                 checkpoints: checkpoints.clone(),
                 scale: start.and_then(|start| start.scale),
                 is_stopped: &is_stopped,
@@ -388,7 +390,7 @@ pub fn run_ranks(
 struct AbandonGuard {
     /// By stage.
     abandon: Vec<Box<dyn Fn() + Send>>,
-    norms: Option<NormAllReduce>,
+    norms: Option<Arc<Communicator<Squares>>>,
     blame: Option<FailureCause>,
 }
 
@@ -398,24 +400,17 @@ impl Drop for AbandonGuard {
             blame.end("it panicked");
         }
         self.abandon.iter().for_each(|abandon| abandon());
-        self.norms.iter().for_each(|norms| norms.communicator.abandon());
+        self.norms.iter().for_each(|norms| norms.abandon());
     }
 }
 
 /// What fails all waits for a worker's part in the collectives of a stage.
 fn abandon_stage(setup: &StageSetup<'_>) -> Box<dyn Fn() + Send> {
-    let (replicas, all_reduce, shard_comm) =
-        (setup.replicas.clone(), setup.all_reduce.clone(), setup.shard_comm.clone());
-    let (gradient_shards, norms) = (setup.gradient_shards.clone(), setup.norms.clone());
+    let (comms, tensor_rank) = (setup.comms.clone(), setup.tensor_rank.clone());
     let tied: Vec<_> = setup.tied.iter().map(|tied| tied.communicator.clone()).collect();
-    let tensor_rank = setup.tensor_rank.clone();
     Box::new(move || {
-        replicas.abandon();
-        all_reduce.iter().for_each(|all_reduce| all_reduce.abandon());
-        shard_comm.iter().for_each(|shard_comm| shard_comm.abandon());
-        gradient_shards.iter().for_each(|shards| shards.abandon());
+        comms.abandon();
         tied.iter().for_each(|tied| tied.abandon());
-        norms.iter().for_each(|norms| norms.communicator.abandon());
         tensor_rank.iter().for_each(|tensor_rank| tensor_rank.abandon());
     })
 }
