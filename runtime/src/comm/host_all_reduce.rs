@@ -11,9 +11,10 @@ use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::memory_counter::MemoryCounter;
 use crate::device::region::{Region, RegionMut};
+use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Bytes that a member adds before it copies their sum: they stay in the first-level cache.
 const BLOCK: usize = 16 << 10;
@@ -73,14 +74,9 @@ impl HostAllReduce {
         Ok(Some(HostAllReduce { members: devices.len(), device: device.clone(), state, changed }))
     }
 
-    // No code panics while it holds the lock with inconsistent state.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes a chunk, or waits for those that others have taken. `None` at the end of the collective.
     fn take(&self, collective: Collective) -> Result<Option<(Arc<Work>, usize)>, CollectiveError> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             let is_abandoned = state.is_abandoned;
             // A member waits after its own contribution, so a collective that is gone is done.
@@ -95,14 +91,14 @@ impl HostAllReduce {
                     return Ok(Some(claim));
                 }
                 None if is_abandoned => return Err(PeerLost.into()),
-                _ => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                _ => self.changed.wait(&mut state),
             }
         }
     }
 
     /// Ends a chunk. After the last one, nobody holds the buffers but their members.
     fn end(&self, collective: Collective, outcome: Result<(), CollectiveError>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let Some(open) = state.open.get_mut(&collective) else { return };
         open.remaining -= 1;
         match outcome {
@@ -121,7 +117,7 @@ impl AllReduce for HostAllReduce {
     }
 
     fn contribute(&self, collective: Collective, member: usize, parts: Parts) -> Result<(), DeviceError> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let open = state.open.entry(collective).or_insert_with(|| Open {
             contributions: (0..self.members).map(|_| None).collect(),
             work: None,
@@ -161,7 +157,7 @@ impl AllReduce for HostAllReduce {
     }
 
     fn abandon(&self) {
-        self.lock().is_abandoned = true;
+        self.state.lock().is_abandoned = true;
         self.changed.notify_all();
     }
 }

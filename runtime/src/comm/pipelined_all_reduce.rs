@@ -20,9 +20,10 @@ use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
 use crate::device::memory_counter::MemoryCounter;
+use parking_lot::{Condvar, Mutex};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Shortest and longest interval at which a member checks whether chunks are sent.
@@ -110,11 +111,6 @@ impl PipelinedAllReduce {
         PipelinedAllReduce { processes, send, state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    // No code panics while it holds the lock with inconsistent state.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The bytes of a chunk that a member of this process expects, and the most of any chunk.
     pub fn expected(
         &self,
@@ -123,7 +119,7 @@ impl PipelinedAllReduce {
         collective: Collective,
         chunk: usize,
     ) -> Option<(usize, usize)> {
-        let state = self.lock();
+        let state = self.state.lock();
         let entry = state.open.get(&(to, collective))?.chunks.get(chunk)?;
         let largest = state.members.get(to)?.as_ref()?.chunk;
         let is_expected = entry.is_received(collective, direction, to, self.processes.len());
@@ -144,7 +140,7 @@ impl PipelinedAllReduce {
             }
             Content::Ready => None,
         };
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         self.deliver(&mut state, Local::from([(to, message)]))?;
         if let Some(Some(member)) = state.members.get_mut(to).filter(|_| part.is_some()) {
             member.last = part;
@@ -156,7 +152,7 @@ impl PipelinedAllReduce {
     /// no time, unless the answer is false.
     fn wait_until_sent(&self, to: usize, collective: Collective, chunk: usize) -> Result<(), Refused> {
         for _ in 0..MOST_CHECKS {
-            let state = self.lock();
+            let state = self.state.lock();
             let entry = state.open.get(&(to, collective)).and_then(|open| open.chunks.get(chunk));
             let window = entry.and_then(|entry| entry.sent_up.as_ref());
             if state.is_abandoned || window.is_none_or(|window| Arc::strong_count(window) == 1) {
@@ -304,14 +300,14 @@ impl AllReduce for PipelinedAllReduce {
     ) -> Result<(), DeviceError> {
         let context = DeviceContext::new(device.clone(), Arc::default())?;
         let entry = Member { context, counter: counter.clone(), chunk: chunk_bytes(bytes), staging: None, last: None };
-        if let Some(slot) = self.lock().members.get_mut(member) {
+        if let Some(slot) = self.state.lock().members.get_mut(member) {
             *slot = Some(entry);
         }
         Ok(())
     }
 
     fn contribute(&self, collective: Collective, member: usize, parts: Parts) -> Result<(), DeviceError> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let members = self.processes.len();
         let Some(Some(entry)) = state.members.get(member) else { return Ok(()) };
         parts.iter().flatten().try_for_each(|part| entry.context.stream.acquire(&part.sum))?;
@@ -342,25 +338,25 @@ impl AllReduce for PipelinedAllReduce {
     }
 
     fn wait(&self, collective: Collective, member: usize) -> Result<(), CollectiveError> {
-        let (mut state, mut poll) = (self.lock(), POLL[0]);
+        let (mut state, mut poll) = (self.state.lock(), POLL[0]);
         loop {
             let State { members, open, is_abandoned, .. } = &mut *state;
             let collective_state = open.get_mut(&(member, collective)).filter(|_| !*is_abandoned).ok_or(PeerLost)?;
             if collective_state.remaining > 0 {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                self.changed.wait(&mut state);
             } else if collective_state.drop_sent() {
                 open.remove(&(member, collective));
                 members[member].iter_mut().for_each(|entry| entry.last = None);
                 return Ok(());
             } else {
-                state = self.changed.wait_timeout(state, poll).unwrap_or_else(PoisonError::into_inner).0;
+                _ = self.changed.wait_for(&mut state, poll);
                 poll = (poll * 2).min(POLL[1]);
             }
         }
     }
 
     fn abandon(&self) {
-        self.lock().is_abandoned = true;
+        self.state.lock().is_abandoned = true;
         self.changed.notify_all();
     }
 }
@@ -399,7 +395,7 @@ mod tests {
         std::thread::scope(|scope| {
             for (all_reduce, receiver) in &all_reduces {
                 scope.spawn(move || {
-                    while !all_reduce.lock().is_abandoned {
+                    while !all_reduce.state.lock().is_abandoned {
                         let Ok((to, mut message)) = receiver.recv_timeout(Duration::from_millis(5)) else { continue };
                         // The sender's window is dropped before the answer, but not before the collective may be done.
                         if let Content::Chunk { part: Some(part), .. } = &mut message.content {
@@ -413,7 +409,7 @@ mod tests {
             check(&process_of.iter().map(of_member).collect::<Vec<_>>(), device, is_whole);
             all_reduces.iter().for_each(|(all_reduce, _)| all_reduce.abandon());
             all_reduces.iter().for_each(|(all_reduce, _)| {
-                assert!(all_reduce.lock().open.is_empty() && all_reduce.lock().early.is_empty())
+                assert!(all_reduce.state.lock().open.is_empty() && all_reduce.state.lock().early.is_empty())
             });
         });
     }

@@ -16,9 +16,10 @@ use crate::device::memory_counter::MemoryCounter;
 use crate::device::pool::Pool;
 use crate::device::tensor_link::{LinkEnd, Role, TensorLink, Transport};
 use cudarc::driver::{DriverError, sys};
+use parking_lot::Mutex;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Bytes of an id, `NCCL_UNIQUE_ID_BYTES`.
 const ID_BYTES: usize = 128;
@@ -100,7 +101,7 @@ impl Transport for Nccl {
             LinkEnd::Sending => link.send(&*link.one_byte()?)?,
             LinkEnd::Receiving => _ = link.receive(1, 1, Role::Message)?,
         }
-        link.lock().stream.finish()?;
+        link.state.lock().stream.finish()?;
         Ok(Arc::new(link))
     }
 }
@@ -125,14 +126,9 @@ struct NcclLink {
 }
 
 impl NcclLink {
-    // No code panics while it holds the lock with inconsistent state.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A buffer of one byte.
     fn one_byte(&self) -> Result<Arc<Buffer>, DeviceError> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let buffer = state.pools[Role::Message as usize].take(1)?;
         state.stream.release(&buffer)?;
         Ok(buffer)
@@ -153,7 +149,7 @@ fn raw(stream: sys::CUstream) -> *mut c_void {
 
 impl TensorLink for NcclLink {
     fn send(&self, buffer: &Buffer) -> Result<(), DeviceError> {
-        let state = self.lock();
+        let state = self.state.lock();
         if state.comm.is_null() {
             return Err(self.link_error());
         }
@@ -171,7 +167,7 @@ impl TensorLink for NcclLink {
     }
 
     fn receive(&self, bytes: usize, room: usize, role: Role) -> Result<Arc<Buffer>, DeviceError> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.comm.is_null() {
             return Err(self.link_error());
         }
@@ -193,7 +189,7 @@ impl TensorLink for NcclLink {
     }
 
     fn check(&self) -> Result<(), DeviceError> {
-        let state = self.lock();
+        let state = self.state.lock();
         if state.comm.is_null() {
             return Ok(());
         }
@@ -210,7 +206,7 @@ impl TensorLink for NcclLink {
     }
 
     fn abort(&self) {
-        let comm = std::mem::replace(&mut self.lock().comm, ptr::null_mut());
+        let comm = std::mem::replace(&mut self.state.lock().comm, ptr::null_mut());
         if !comm.is_null() && self.bind().is_ok() {
             // SAFETY: the handle is used nowhere after this.
             unsafe { (self.functions.abort)(comm) };
@@ -220,7 +216,7 @@ impl TensorLink for NcclLink {
 
 impl Drop for NcclLink {
     fn drop(&mut self) {
-        let comm = self.lock().comm;
+        let comm = self.state.lock().comm;
         if !comm.is_null() && self.bind().is_ok() {
             // SAFETY: as in `abort`. Queued transfers are done first.
             unsafe { (self.functions.destroy)(comm) };

@@ -23,11 +23,12 @@ use crate::device::optimizer::{Prediction, UpdateRule};
 use crate::device::region::{Region, RegionMut};
 use compiler::tensor::DType;
 use cudarc::driver::{DriverError, result};
+use parking_lot::Mutex;
 use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::mem::discriminant;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 const FAULT_BYTES: usize = size_of::<Fault>();
@@ -69,10 +70,6 @@ impl CudaStream {
 
     pub(super) fn queue(&self) -> &Queue {
         &self.queue
-    }
-
-    fn staging(&self) -> MutexGuard<'_, StagingBuffers> {
-        self.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn call<T>(&self, driver_call: impl FnOnce() -> Result<T, DriverError>) -> Result<T, DeviceError> {
@@ -131,11 +128,11 @@ impl CudaStream {
         }
         let mut state = self.state.borrow_mut();
         self.look_for_fault(&mut state)?;
-        let mut pinned = self.call(|| self.staging().take(bytes))?;
+        let mut pinned = self.call(|| self.staging.lock().take(bytes))?;
         fill(&mut pinned[..bytes]);
         // SAFETY: both sides have the bytes; the staging buffer is not touched before the copy is done.
         self.call(|| unsafe { result::memcpy_htod_async(address, &pinned[..bytes], self.queue.raw()) })?;
-        self.call(|| self.staging().give(pinned, &self.queue))
+        self.call(|| self.staging.lock().give(pinned, &self.queue))
     }
 
     /// Starts to copy from an address to the host.
@@ -143,7 +140,7 @@ impl CudaStream {
         if bytes == 0 {
             return Ok(Download::Done(Vec::new()));
         }
-        let mut memory = self.call(|| self.staging().take(bytes))?;
+        let mut memory = self.call(|| self.staging.lock().take(bytes))?;
         // SAFETY: both sides have the bytes; the host reads them after the event.
         self.call(|| unsafe { result::memcpy_dtoh_async(&mut memory[..bytes], address, self.queue.raw()) })?;
         let event = self.call(|| RawEvent::record(&self.queue))?;
@@ -154,14 +151,14 @@ impl CudaStream {
     /// Waits, and passes on what was read from an address.
     fn read_from(&self, address: u64, bytes: usize, read: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
         let mut state = self.state.borrow_mut();
-        let mut pinned = self.call(|| self.staging().take(bytes.max(1)))?;
+        let mut pinned = self.call(|| self.staging.lock().take(bytes.max(1)))?;
         if bytes > 0 {
             // SAFETY: both sides have the bytes; the host reads them after it has waited.
             self.call(|| unsafe { result::memcpy_dtoh_async(&mut pinned[..bytes], address, self.queue.raw()) })?;
         }
         self.wait_for_all(&mut state.fault)?;
         read(&pinned[..bytes]);
-        self.call(|| self.staging().give(pinned, &self.queue))
+        self.call(|| self.staging.lock().give(pinned, &self.queue))
     }
 
     /// Returns the fault of a kernel, if one is known, and copies the cell again. Does not wait.

@@ -1,7 +1,7 @@
 //! Streams whose methods check that their accesses are ordered, and then run on the CPU.
 
 use super::clock::Clock;
-use super::device::{CheckedRange, Shared, lock, sanitizer};
+use super::device::{CheckedRange, Shared, sanitizer};
 use crate::device::api::{AverageStep, Elementwise, Kernel, OutputMode, ParameterUpdate, Stream, WeightRegions};
 use crate::device::buffer::Buffer;
 use crate::device::cpu::device::CpuStream;
@@ -10,9 +10,10 @@ use crate::device::event::{DeviceEvent, Event};
 use crate::device::optimizer::{Prediction, UpdateRule};
 use crate::device::region::{Region, RegionMut};
 use compiler::tensor::DType;
+use parking_lot::Mutex;
 use std::any::Any;
 use std::cell::RefCell;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 pub struct SanitizerStream {
     number: u64,
@@ -40,7 +41,7 @@ impl StreamCall<'_> {
     fn access(&self, region: Region<'_>, is_write: bool) -> Result<CheckedRange, DeviceError> {
         let clock = self.stream.clock.borrow();
         let caller = (self.stream.number, self.count, &*clock);
-        lock(&self.stream.shared).access((region.address(), region.len()), caller, is_write)
+        self.stream.shared.lock().access((region.address(), region.len()), caller, is_write)
     }
 
     fn read(&self, region: Region<'_>) -> Result<CheckedRange, DeviceError> {
@@ -196,7 +197,7 @@ impl Stream for SanitizerStream {
     }
 
     fn finish(&self) -> Result<(), DeviceError> {
-        lock(&self.shared).finish(&self.clock.borrow());
+        self.shared.lock().finish(&self.clock.borrow());
         Ok(())
     }
 }
@@ -213,11 +214,11 @@ impl DeviceEvent for SanitizerEvent {
     }
 
     fn has_occurred(&self) -> bool {
-        lock(&self.shared).is_done(&self.clock)
+        self.shared.lock().is_done(&self.clock)
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
-        lock(&self.shared).finish(&self.clock);
+        self.shared.lock().finish(&self.clock);
         Ok(())
     }
 }
