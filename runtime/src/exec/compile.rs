@@ -168,17 +168,6 @@ struct Assembly<'a> {
     gradients_in: Vec<Transfer>,
 }
 
-#[derive(Default)]
-struct BackwardCode {
-    first: Sequence,
-    second: Sequence,
-    terms: Vec<GradientTerm>,
-    gradients_out: Vec<Transfer>,
-    reads_sent: bool,
-    between_bytes: usize,
-    arena_bytes: usize,
-}
-
 impl<'a> Assembly<'a> {
     fn new(
         device: &'a dyn Device,
@@ -295,26 +284,18 @@ impl<'a> Assembly<'a> {
         let reference = |s: &Sequence| -> Vec<String> {
             s.steps.iter().filter_map(|step| step.reference_op()).map(str::to_string).collect()
         };
-        let mut reference_ops = [reference(&forward), reference(&backward.first), reference(&backward.second)].concat();
+        let mut reference_ops =
+            [reference(&forward), reference(&backward.backward), reference(&backward.weight)].concat();
         reference_ops.sort();
         reference_ops.dedup();
         Ok(StageCode {
             forward,
-            backward: backward.first,
-            weight: backward.second,
             in_parts: self.splits,
-            weight_reads_sent: backward.reads_sent,
-            between_bytes: backward.between_bytes,
             received,
             sent,
             own_bytes: self.forward_layout.own.iter().map(|(_, bytes)| *bytes).collect(),
-            gradients_out: backward.gradients_out,
-            gradient_terms: backward.terms,
-            buckets: Vec::new(),
             state_updates,
             results,
-            recompute: false,
-            recomputes_parts: false,
             kept_bytes: self.forward_layout.kept_bytes,
             recomputed_steps,
             recomputed_bytes,
@@ -325,6 +306,7 @@ impl<'a> Assembly<'a> {
             parameters: self.parameters.into_iter().map(|(_, n)| n).collect(),
             states: self.states.into_iter().map(|(_, n)| n).collect(),
             gradients_in: self.gradients_in,
+            ..backward
         })
     }
 
@@ -366,8 +348,9 @@ impl<'a> Assembly<'a> {
         }
     }
 
-    fn backward_code(&self) -> Result<BackwardCode, DeviceError> {
-        let Some(backward) = self.backward else { return Ok(BackwardCode::default()) };
+    /// The part of the code that runs the backward.
+    fn backward_code(&self) -> Result<StageCode, DeviceError> {
+        let Some(backward) = self.backward else { return Ok(StageCode::default()) };
         let graph = &backward.graph;
         let parts = self.splits.then(|| parts(backward));
         let mut sequence = Sequence::default();
@@ -497,14 +480,15 @@ impl<'a> Assembly<'a> {
         let mut addresses =
             second.steps.iter().flat_map(|step| &step.inputs).chain(terms.iter().map(|term| &term.address));
         let reads_sent = parts.is_some() && addresses.any(|address| matches!(address.slot, Slot::GradientOut(_)));
-        Ok(BackwardCode {
-            first: sequence,
-            second,
-            terms,
+        Ok(StageCode {
+            backward: sequence,
+            weight: second,
+            gradient_terms: terms,
             gradients_out,
-            reads_sent,
+            weight_reads_sent: reads_sent,
             between_bytes: layout.kept_bytes,
             arena_bytes,
+            ..StageCode::default()
         })
     }
 

@@ -100,9 +100,7 @@ pub struct StageWorker<'a> {
     pub(super) late_weights: Vec<LateTiedWeight>,
     pub(super) is_first: bool,
     numbers: Vec<usize>,
-    pub(super) policy: Policy,
-    microbatches: u32,
-    pub(super) keeps_gradients: bool,
+    pub(super) config: StageConfig<'a>,
     pub(super) executor: Executor<'a>,
     pub(super) items: HashMap<u32, Item>,
     pub(super) versions: BTreeMap<u32, Weights>,
@@ -150,38 +148,24 @@ impl<'a> StageWorker<'a> {
         config: StageConfig<'a>,
         (counter, snapshot_counter): (&Arc<MemoryCounter>, &Arc<MemoryCounter>),
     ) -> Result<StageWorker<'a>, DeviceError> {
-        let StageSetup {
-            stage,
-            device,
-            code,
-            weights: mut first,
-            masters,
-            numbers,
-            delay,
-            ends_with_round,
-            states,
-            comms,
-            shard,
-            tied,
-            replica,
-            buckets,
-            mut resume,
-            tensor_rank,
-        } = setup;
-        let StageConfig { optimizer, policy, microbatches, flushes, keeps_gradients, window } = config;
-        let state_bytes: usize = states.iter().map(Buffer::len).sum();
-        let mut executor = Executor::new(code, states, &device, counter.clone())?;
-        executor.tensor_rank = tensor_rank;
+        let (code, shard, comms, replica) = (setup.code, setup.shard, setup.comms, setup.replica);
+        let (mut first, mut resume) = (setup.weights, setup.resume);
+        let state_bytes: usize = setup.states.iter().map(Buffer::len).sum();
+        let mut executor = Executor::new(code, setup.states, &setup.device, counter.clone())?;
+        executor.tensor_rank = setup.tensor_rank;
         let mut shard_stream = None;
         if let Some(gradient_shards) = &comms.gradient_shards {
             let version = resume.as_ref().map_or(0, |resume| resume.version);
-            gradient_shards.enter(shard.replica(), &device, counter, if flushes { version } else { u32::MAX });
-            let stream = Arc::new(ShardStream::new(code, shard.clone(), gradient_shards.clone(), ends_with_round));
+            let last = if config.flushes { version } else { u32::MAX };
+            gradient_shards.enter(shard.replica(), &setup.device, counter, last);
+            let stream =
+                Arc::new(ShardStream::new(code, shard.clone(), gradient_shards.clone(), setup.ends_with_round));
             executor.step_hook = Some(stream.clone());
             shard_stream = Some(stream);
         }
-        let staleness = (policy.staleness, delay);
-        let updater = ParameterUpdater::new(code, optimizer, masters, staleness, shard.clone(), &executor.device)?;
+        let (staleness, masters) = ((config.policy.staleness, setup.delay), setup.masters);
+        let updater =
+            ParameterUpdater::new(code, config.optimizer, masters, staleness, shard.clone(), &executor.device)?;
         counter.add(updater.bytes() + state_bytes + code.arena_bytes);
         if shard.has_weight_shards() {
             first =
@@ -190,35 +174,33 @@ impl<'a> StageWorker<'a> {
         first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(counter));
         if let Some(all_reduce) = &comms.all_reduce {
             let bytes = code.gradient_terms.iter().map(|term| code.parameters[term.parameter].gradient().1).sum();
-            all_reduce.enter(replica, &device, bytes, counter)?;
+            all_reduce.enter(replica, &setup.device, bytes, counter)?;
         }
         let mut late_weights = Vec::new();
-        for (index, shared) in tied.iter().enumerate().filter(|(_, shared)| !shared.holders.is_empty()) {
+        for (index, shared) in setup.tied.iter().enumerate().filter(|(_, shared)| !shared.holders.is_empty()) {
             // The stage's weight versions hold an empty buffer for it.
             let weight = std::mem::replace(&mut first[shared.parameter], Arc::new(Buffer::empty()));
             let parameter = shared.parameter;
-            let recent = BTreeMap::from_iter((window > 0).then(|| (0, weight.clone())));
+            let recent = BTreeMap::from_iter((config.window > 0).then(|| (0, weight.clone())));
             let (steps, restored) = (VecDeque::new(), BTreeMap::new());
             late_weights.push(LateTiedWeight { tied: index, parameter, weight, version: 0, steps, restored, recent });
         }
         let mut stage_worker = StageWorker {
-            stage,
+            stage: setup.stage,
             code,
             comms,
             shard,
             shard_stream,
             stepped: BTreeMap::new(),
-            tied,
+            tied: setup.tied,
             late_weights,
             is_first: replica == 0,
-            numbers,
-            policy,
-            microbatches,
-            keeps_gradients,
+            numbers: setup.numbers,
+            config,
             executor,
             items: HashMap::new(),
             versions: BTreeMap::from([(0, first)]),
-            round_gradients: RoundGradients::new(code, buckets),
+            round_gradients: RoundGradients::new(code, setup.buckets),
             reduced: HashMap::new(),
             ready: HashMap::new(),
             updater,
@@ -226,7 +208,7 @@ impl<'a> StageWorker<'a> {
             gradients: Vec::new(),
             samples: HashMap::new(),
             losses: VecDeque::new(),
-            snapshots: PendingSnapshots::new(window, snapshot_counter),
+            snapshots: PendingSnapshots::new(config.window, snapshot_counter),
         };
         if let Some(resume) = resume {
             stage_worker.restore(resume)?;
@@ -310,7 +292,7 @@ impl<'a> StageWorker<'a> {
         for late in &self.late_weights {
             weights[late.parameter] = late.weight.clone();
         }
-        let predicts = self.policy.staleness == Staleness::Predict && lag.updates > 0;
+        let predicts = self.config.policy.staleness == Staleness::Predict && lag.updates > 0;
         if predicts {
             let updates_done = |p: usize| u32::try_from(i64::from(version) - self.skipped_updates[p]).unwrap_or(0);
             let prediction = |p: usize| {
@@ -540,8 +522,8 @@ impl<'a> StageWorker<'a> {
             return Ok(());
         }
         let states = (&mut self.executor.states[..], &self.code.states[..]);
-        let stream = &*self.executor.device.stream;
-        update_states(stream, self.policy.statistics, &self.code.state_updates, states, &samples, self.microbatches)
+        let (stream, config) = (&*self.executor.device.stream, self.config);
+        update_states(stream, config.policy.statistics, &self.code.state_updates, states, &samples, config.microbatches)
     }
 
     /// Updates parameters, given with their weights and gradients. Returns the new weights.
@@ -565,7 +547,7 @@ impl<'a> StageWorker<'a> {
             if step.in_place {
                 self.drop_weight(&weight);
             }
-            if self.keeps_gradients {
+            if self.config.keeps_gradients {
                 self.gradients.push((parameter, scaled_copy(device, dtype, &gradient, scale)?));
             }
             steps.push(ParameterStep { parameter, weight, gradient, args });

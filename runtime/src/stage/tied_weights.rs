@@ -56,7 +56,7 @@ impl StageWorker<'_> {
                 self.executor.device.give(term);
             }
             if let Some(total) = total {
-                let factor = match self.policy.clip_norm {
+                let factor = match self.config.policy.clip_norm {
                     None => 1.0,
                     Some(clip) => {
                         let tensors = [(accumulation_type(dtype), total.region())];
@@ -65,7 +65,7 @@ impl StageWorker<'_> {
                     }
                 };
                 let weight = std::mem::replace(&mut self.late_weights[index].weight, Arc::new(Buffer::empty()));
-                if self.keeps_gradients {
+                if self.config.keeps_gradients {
                     self.gradients.retain(|(parameter, _)| *parameter != p);
                 }
                 // In-flight micro-batches may still use it.

@@ -7,7 +7,6 @@ use super::wide::wide;
 use super::{FastKernel, TensorLayout, movement};
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use compiler::op::{ArgReduce, Reduce, ReduceKind};
-use compiler::tensor::DType;
 
 pub fn kernel(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     for_real!(x.dtype, T => reduce::<T>(op, x, y))
@@ -34,7 +33,7 @@ fn reduce<T: Real>(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<Fa
     let divisor = if kind == ReduceKind::Mean { count as f64 } else { 1.0 };
     let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let x = cast_slice::<u8, T>(inputs[0]);
-        let accumulators = &mut cast_slice_mut::<u8, f64>(workspace)[..output_len(outputs[0], T::DTYPE)];
+        let accumulators = &mut cast_slice_mut::<u8, f64>(workspace)[..outputs[0].len() / size_of::<T>()];
         accumulators.fill(start);
         match kind {
             ReduceKind::Sum | ReduceKind::Mean => accumulate_sums(&walk, x, accumulators),
@@ -47,10 +46,6 @@ fn reduce<T: Real>(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<Fa
         }
     });
     Some(fast.with_workspace(y.len() * size_of::<f64>()))
-}
-
-fn output_len(output: &[u8], dtype: DType) -> usize {
-    output.len() / dtype.size()
 }
 
 macro_rules! accumulate_fns {
