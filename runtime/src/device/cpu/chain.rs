@@ -354,7 +354,7 @@ mod tests {
                 |i, o, scratch| kernel.run(i, o, scratch),
                 kernel.workspace(),
                 &tensors,
-                &[result.clone()],
+                std::slice::from_ref(&result),
             );
             op_results.extend(got);
             let (op, operands, is_written) = (op.clone(), operands.clone(), *is_written);

@@ -30,88 +30,70 @@ trait Rule: Copy {
     fn next(self, weight: f64, gradient: f64, first: &mut f64, second: &mut f64) -> f64;
 }
 
-#[derive(Clone, Copy)]
-struct Sgd {
-    lr: f64,
-    momentum: f64,
-    nesterov: bool,
-    weight_decay: f64,
-    scale: f64,
-}
-
-impl Rule for Sgd {
-    #[inline(always)]
-    fn next(self, weight: f64, gradient: f64, buffer: &mut f64, _: &mut f64) -> f64 {
-        let g = gradient * self.scale + self.weight_decay * weight;
-        // With a zero buffer this equals PyTorch's first step, which sets the buffer to the gradient.
-        *buffer = self.momentum * *buffer + g;
-        let step = if self.nesterov { g + self.momentum * *buffer } else { *buffer };
-        weight - self.lr * step
-    }
-}
-
-#[derive(Clone, Copy)]
-struct Adam {
-    betas: (f64, f64),
-    epsilon: f64,
-    weight_decay: f64,
-    decoupled: bool,
-    scale: f64,
-    lr: f64,
-    /// With bias corrections.
-    step_size: f64,
-    root_correction: f64,
-}
-
-impl Rule for Adam {
-    #[inline(always)]
-    fn next(self, weight: f64, gradient: f64, first: &mut f64, second: &mut f64) -> f64 {
-        let (mut weight, mut g) = (weight, gradient * self.scale);
-        if self.decoupled {
-            weight *= 1.0 - self.lr * self.weight_decay;
-        } else {
-            g += self.weight_decay * weight;
+/// Defines rules: their fields, and the update of a weight by a gradient and two state values.
+macro_rules! rules {
+    ($(
+        $name:ident { $($field:ident: $type:ty),* }
+        |$weight:ident, $gradient:ident, $first:pat_param, $second:pat_param| $next:block
+    )*) => {
+        $(#[derive(Clone, Copy)]
+        struct $name {
+            $($field: $type),*
         }
-        *first += (g - *first) * (1.0 - self.betas.0);
-        *second = self.betas.1 * *second + (1.0 - self.betas.1) * g * g;
-        weight - self.step_size * *first / (second.sqrt() / self.root_correction + self.epsilon)
+
+        impl Rule for $name {
+            #[inline(always)]
+            fn next(self, $weight: f64, $gradient: f64, $first: &mut f64, $second: &mut f64) -> f64 {
+                let $name { $($field),* } = self;
+                $next
+            }
+        })*
+    };
+}
+
+rules! {
+    Sgd { lr: f64, momentum: f64, nesterov: bool, weight_decay: f64, scale: f64 } |weight, gradient, buffer, _| {
+        let g = gradient * scale + weight_decay * weight;
+        // With a zero buffer this equals PyTorch's first step, which sets the buffer to the gradient.
+        *buffer = momentum * *buffer + g;
+        let step = if nesterov { g + momentum * *buffer } else { *buffer };
+        weight - lr * step
     }
-}
 
-#[derive(Clone, Copy)]
-struct RmsProp {
-    lr: f64,
-    alpha: f64,
-    epsilon: f64,
-    weight_decay: f64,
-    momentum: f64,
-    scale: f64,
-}
-
-impl Rule for RmsProp {
-    #[inline(always)]
-    fn next(self, weight: f64, gradient: f64, square: &mut f64, buffer: &mut f64) -> f64 {
-        let g = gradient * self.scale + self.weight_decay * weight;
-        *square = self.alpha * *square + (1.0 - self.alpha) * g * g;
-        *buffer = self.momentum * *buffer + g / (square.sqrt() + self.epsilon);
-        weight - self.lr * *buffer
+    // The step size has bias corrections.
+    Adam {
+        betas: (f64, f64),
+        epsilon: f64,
+        weight_decay: f64,
+        decoupled: bool,
+        scale: f64,
+        lr: f64,
+        step_size: f64,
+        root_correction: f64
+    } |weight, gradient, first, second| {
+        let (mut weight, mut g) = (weight, gradient * scale);
+        if decoupled {
+            weight *= 1.0 - lr * weight_decay;
+        } else {
+            g += weight_decay * weight;
+        }
+        *first += (g - *first) * (1.0 - betas.0);
+        *second = betas.1 * *second + (1.0 - betas.1) * g * g;
+        weight - step_size * *first / (second.sqrt() / root_correction + epsilon)
     }
-}
 
-#[derive(Clone, Copy)]
-struct Adagrad {
-    lr: f64,
-    epsilon: f64,
-    weight_decay: f64,
-    scale: f64,
-}
+    RmsProp { lr: f64, alpha: f64, epsilon: f64, weight_decay: f64, momentum: f64, scale: f64 }
+    |weight, gradient, square, buffer| {
+        let g = gradient * scale + weight_decay * weight;
+        *square = alpha * *square + (1.0 - alpha) * g * g;
+        *buffer = momentum * *buffer + g / (square.sqrt() + epsilon);
+        weight - lr * *buffer
+    }
 
-impl Rule for Adagrad {
-    #[inline(always)]
-    fn next(self, weight: f64, gradient: f64, sum: &mut f64, _: &mut f64) -> f64 {
-        let g = gradient * self.scale + self.weight_decay * weight;
+    Adagrad { lr: f64, epsilon: f64, weight_decay: f64, scale: f64 } |weight, gradient, sum, _| {
+        let g = gradient * scale + weight_decay * weight;
         *sum += g * g;
-        weight - self.lr * g / (sum.sqrt() + self.epsilon)
+        weight - lr * g / (sum.sqrt() + epsilon)
     }
 }
 

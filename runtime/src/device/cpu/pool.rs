@@ -22,13 +22,17 @@ pub fn max_grad(op: &MaxPool, x: &TensorLayout, dy: &TensorLayout) -> Option<Fas
 pub fn avg(op: &AvgPool, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &y.shape[2..])?;
     let shares = Shares::of(op, &grid, &x.shape[2..]);
-    for_real!(x.dtype, T => Some(avg_kernel::<T>(grid, shares)))
+    for_real!(x.dtype, T => Some(FastKernel::new(move |inputs, outputs, _| {
+        avg_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]))
+    })))
 }
 
 pub fn avg_grad(op: &AvgPool, dy: &TensorLayout, dx: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &dx.shape[2..], &op.kernel, &dy.shape[2..])?;
     let shares = Shares::of(op, &grid, &dx.shape[2..]);
-    for_real!(dy.dtype, T => Some(avg_grad_kernel::<T>(grid, shares)))
+    for_real!(dy.dtype, T => Some(FastKernel::new(move |inputs, outputs, _| {
+        avg_grad_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]))
+    })))
 }
 
 /// The weight of an element in the mean of its window, as a product over the axes; 0 for an empty window.
@@ -211,12 +215,6 @@ wide! {
     }
 }
 
-fn avg_kernel<T: Real>(grid: Grid, shares: Shares) -> FastKernel {
-    FastKernel::new(move |inputs, outputs, _| {
-        avg_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]))
-    })
-}
-
 wide! {
     fn avg_planes[T: Real](grid: &Grid, shares: &Shares, x: &[T], y: &mut [T]) {
         let step = grid.row_step();
@@ -243,12 +241,6 @@ wide! {
             }
         }
     }
-}
-
-fn avg_grad_kernel<T: Real>(grid: Grid, shares: Shares) -> FastKernel {
-    FastKernel::new(move |inputs, outputs, _| {
-        avg_grad_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]))
-    })
 }
 
 wide! {

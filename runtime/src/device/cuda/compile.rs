@@ -55,8 +55,10 @@ pub struct Code {
     pub log: String,
 }
 
+type CubinCache = BTreeMap<(Architecture, Arc<str>), Arc<[u8]>>;
+
 /// Compiled kernels. No thread holds it while it compiles.
-static CUBINS: Mutex<BTreeMap<(Architecture, Arc<str>), Arc<[u8]>>> = Mutex::new(BTreeMap::new());
+static CUBINS: Mutex<CubinCache> = Mutex::new(BTreeMap::new());
 
 /// Compiles a kernel for this architecture, or finds it compiled: GPUs of one architecture share kernels.
 pub fn cubin(text: &Arc<str>, architecture: Architecture) -> Result<Arc<[u8]>, CompileFault> {
