@@ -5,6 +5,7 @@
 use crate::whole::WholeStep;
 use compiler::tensor::Tensor;
 use runtime::device::api::Device;
+use runtime::exec::phase::RunPhase;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -68,8 +69,8 @@ impl BackgroundWorkers<'_> {
         drop(sender);
         let Some((mut executor, item)) = prepared else { return };
         while !is_ended.load(Ordering::Relaxed) {
-            let forward = executor.forward_watched(&item, &mut |_| Ok(()));
-            if forward.and_then(|()| executor.backward_watched(&item, &mut |_| Ok(()))).is_err() {
+            let forward = executor.run_watched(RunPhase::Forward, &item, &mut |_| Ok(()));
+            if forward.and_then(|()| executor.run_watched(RunPhase::Backward, &item, &mut |_| Ok(()))).is_err() {
                 is_failed.store(true, Ordering::Relaxed);
                 break;
             }

@@ -18,6 +18,7 @@ use runtime::device::event::Timestamp;
 use runtime::exec::compile::compile;
 use runtime::exec::compile_error::CompileError;
 use runtime::exec::executor::{ExecuteError, Executor, Item};
+use runtime::exec::phase::RunPhase;
 use runtime::exec::stage_code::{NamedTensor, StageCode};
 use runtime::stage::gradients::lend_sums;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -167,9 +168,9 @@ impl WholeStep {
         for run in 0..run_count {
             let first = executor.device.stream.timestamp().ok()?;
             let mut clocks = [Clock(vec![first]), Clock::default()];
-            executor.forward_watched(&item, &mut |stream| clocks[0].tick(stream)).ok()?;
+            executor.run_watched(RunPhase::Forward, &item, &mut |stream| clocks[0].tick(stream)).ok()?;
             clocks[1].tick(&*executor.device.stream).ok()?;
-            executor.backward_watched(&item, &mut |stream| clocks[1].tick(stream)).ok()?;
+            executor.run_watched(RunPhase::Backward, &item, &mut |stream| clocks[1].tick(stream)).ok()?;
             let mut times = [clocks[0].times().ok()?, clocks[1].times().ok()?];
             if device.is_asynchronous() {
                 // Timestamps between kernels delay them.
@@ -211,9 +212,9 @@ fn percentiles(mut values: Vec<u64>) -> [u64; 2] {
 /// Times of forward and backward, without timestamps between their steps.
 fn time_passes(executor: &mut Executor<'_>, item: &Item) -> Result<[u64; 2], ExecuteError> {
     let before = executor.device.stream.timestamp()?;
-    executor.forward_watched(item, &mut |_| Ok(()))?;
+    executor.run_watched(RunPhase::Forward, item, &mut |_| Ok(()))?;
     let between = executor.device.stream.timestamp()?;
-    executor.backward_watched(item, &mut |_| Ok(()))?;
+    executor.run_watched(RunPhase::Backward, item, &mut |_| Ok(()))?;
     let after = executor.device.stream.timestamp()?;
     Ok([picoseconds(between.since(&before)?), picoseconds(after.since(&between)?)])
 }

@@ -5,7 +5,6 @@ pub mod all_reduce;
 pub mod chain;
 pub mod channel;
 pub mod communicator;
-pub mod device_all_reduce;
 pub mod host_all_reduce;
 pub mod pipelined_all_reduce;
 pub mod tensor_group;

@@ -12,6 +12,7 @@ pub mod saved_weights;
 pub mod shard_exchange;
 pub mod shard_versions;
 pub mod snapshot;
+pub mod stage_comms;
 pub mod stage_worker;
 pub mod tied_parameter;
 pub mod tied_weights;

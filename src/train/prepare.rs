@@ -17,6 +17,7 @@ use crate::train::micro_batches::{dependence_of, has_uneven_means};
 use crate::train::prepared::Prepared;
 use crate::train::task::{Data, HeldOut, Length, Task};
 use crate::train::tensor_parallel;
+use crate::train::tensor_parallel::Sharing;
 use compiler::graph::{Graph, Output, order};
 use compiler::import::import::{Batch, Model};
 use compiler::op::{NodeId, Op};
@@ -155,20 +156,14 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         pipeline(task.plan).map_err(|error| fail(&error).with_help(help::schedule(&error)))?,
         &task.in_flight,
     )?;
-    let mut sharing = None;
     let program = |pipeline: &Pipeline| match task.custom_schedule {
         None => schedule(settings.schedule, pipeline, settings.count),
         Some(custom_schedule) => custom_schedule.unchecked(pipeline, steps),
     };
     let splits = task.custom_schedule.map_or(settings.schedule.splits_backward(), CustomSchedule::splits_backward);
-    let target = RunTarget { device: &*task.devices[0], splits, program: &program };
-    let compiled = match task.tensor {
-        1 => prepare::prepare_with(&graph, &stages, pipeline, &settings, target),
-        devices => {
-            let prepared = tensor_parallel::prepare(&graph, &stages, pipeline, &settings, target, (task.plan, devices));
-            prepared.map(|(compiled, group)| (sharing.replace(group), compiled).1)
-        }
-    };
+    let machine = (task.tensor != 1).then(|| tensor_parallel::machine(task.plan, task.tensor));
+    let target = RunTarget { device: &*task.devices[0], splits, program: &program, machine: machine.as_ref() };
+    let compiled = prepare::prepare_with(&graph, &stages, pipeline, &settings, target);
     let mut compiled = compiled.map_err(|error| match (&error, task.custom_schedule) {
         (PrepareError::Program(fault), Some(custom_schedule)) => custom_schedule.unsound(fault),
         (PrepareError::Schedule(_), Some(_)) => fail(&error),
@@ -271,6 +266,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     let own_loss = output_of(&graph).filter(|_| loss == Loss::Output).map(|at| &graph.outputs[at]);
     let is_scalar = |output: &&Output| graph.fact(output.value).shape.iter().all(|dim| dim.is(1));
     let scalars = graph.outputs.iter().filter(is_scalar).count();
+    let sharing = (task.tensor != 1).then(|| Sharing::of(&compiled, task.tensor));
     Ok(Prepared {
         loss_output: own_loss.filter(|_| scalars > 1).map(|output| output.name.clone()),
         has_averaged_evaluation: is_evaluated_in_parts && (batch_dependence.is_some() || settings.minibatch_means),

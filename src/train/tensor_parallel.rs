@@ -3,19 +3,17 @@
 use crate::error::Error;
 use crate::train::failures;
 use compiler::cluster::{Seconds, device};
-use compiler::graph::Graph;
 use compiler::op::Sharding;
 use compiler::plan::{Plan, Stage};
 use compiler::profile::shared::ActivationSharding;
-use compiler::schedule::Pipeline;
 use compiler::tensor_parallel::cost::Machine;
 use runtime::comm::tensor_group::Layouts;
 use runtime::exec::sequence::Collective;
 use runtime::exec::stage_code::StageCode;
 use runtime::process::process_group::Group;
 use runtime::train::job::{RunOptions, StepDone, TrainJob, Trained};
-use runtime::train::prepare::{PrepareError, Prepared, RunTarget, Settings};
-use runtime::train::tensor_parallel::{TensorParallelError, prepare_shared_with, run_shared_in_group};
+use runtime::train::prepare::Prepared;
+use runtime::train::tensor_parallel::{TensorParallelError, run_shared_in_group};
 use runtime::train::tensor_shards::whole_codes;
 
 const COLLECTIVE_LATENCY: Seconds = Seconds(2e-6);
@@ -31,7 +29,7 @@ pub struct Sharing {
 }
 
 /// The tensor-parallel group of the plan; without one, threads of this machine that share its memory.
-fn machine(plan: &Plan, devices: usize) -> Machine {
+pub fn machine(plan: &Plan, devices: usize) -> Machine {
     if let (true, Some(level)) = (degree(plan) == devices, plan.cluster.levels.first()) {
         let device = &plan.cluster.device;
         let device = plan.precision().map_or_else(|| device.clone(), |precision| precision.on(device));
@@ -60,22 +58,13 @@ pub fn degree(plan: &Plan) -> usize {
     plan.stages.iter().map(Stage::degree).max().unwrap_or(1) as usize
 }
 
-/// Prepares a run with this tensor-parallel degree and schedule.
-pub fn prepare(
-    graph: &Graph,
-    stages: &[usize],
-    pipeline: Pipeline,
-    settings: &Settings,
-    target: RunTarget<'_>,
-    (plan, devices): (&Plan, usize),
-) -> Result<(Prepared, Sharing), PrepareError> {
-    let machine = machine(plan, devices);
-    let (prepared, layouts) = prepare_shared_with(graph, stages, pipeline, settings, target, &machine)?;
-    let unsharded = whole_codes(&prepared.codes, &layouts, devices);
-    Ok((prepared, Sharing { layouts, devices, unsharded }))
-}
-
 impl Sharing {
+    /// The group of a prepared run, of this degree.
+    pub fn of(prepared: &Prepared, devices: usize) -> Sharing {
+        let unsharded = whole_codes(&prepared.codes, &prepared.layouts, devices);
+        Sharing { layouts: prepared.layouts.clone(), devices, unsharded }
+    }
+
     /// Trains on all devices of the group, or those of this process in a process group. Only process 0 returns a result.
     pub fn train(
         &self,

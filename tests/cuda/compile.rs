@@ -6,6 +6,7 @@ use compiler::op::*;
 use compiler::tensor::DType;
 use compiler::tensor::dim::Dim;
 use compiler::tensor::fact::Fact;
+use runtime::device::api::Elementwise;
 use runtime::device::chain::{Link, Operand};
 use runtime::device::cuda::chain;
 use runtime::device::cuda::compile::{Architecture, CompileFault, compile, cubin};
@@ -73,16 +74,12 @@ fn large_launch_plans() -> Vec<LaunchPlan> {
 fn verb_texts() -> Vec<Arc<str>> {
     let floats = [DType::F32, DType::F64, DType::F16, DType::Bf16];
     let mut texts: Vec<Arc<str>> = floats.iter().flat_map(|&a| floats.map(|b| verbs::cast(a, b))).collect();
-    let by_type: [fn(DType) -> Arc<str>; 7] = [
-        verbs::accumulate,
-        verbs::add,
-        verbs::scale,
-        verbs::squares,
-        verbs::average_update,
-        verbs::set_back,
-        many::moving_averages,
-    ];
-    texts.extend(by_type.into_iter().flat_map(|text| [DType::F32, DType::F64].map(text)));
+    for dtype in [DType::F32, DType::F64] {
+        let (average, back) = (Elementwise::AverageUpdate { keep: 0.5 }, Elementwise::SetBack { steps: 1 });
+        let verbs = [Elementwise::Accumulate, Elementwise::Add, Elementwise::Scale(2.0), average, back];
+        texts.extend(verbs.map(|verb| verbs::elementwise(verb, dtype)));
+        texts.extend([verbs::squares(dtype), many::moving_averages(dtype)]);
+    }
     texts.extend([1, 2, 4, 8].map(many::pack));
     let (learning_rate, epsilon, weight_decay) = (0.1, 1e-8, 0.01);
     let sgd = |momentum, nesterov| UpdateRule::Sgd { learning_rate, momentum, nesterov, weight_decay };

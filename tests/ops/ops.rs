@@ -5,36 +5,21 @@ use compiler::op::table::{rule, samples};
 use compiler::op::*;
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
-use runtime::device::cpu::{ALIGNMENT, Kernel};
+use runtime::device::buffer::Buffer;
+use runtime::device::cpu::Kernel;
 use std::collections::BTreeSet;
 
-/// A buffer with the runtime's alignment, filled with a pattern that is NaN in every float type.
-struct Buffer {
-    bytes: Vec<u8>,
-    start: usize,
-    len: usize,
+/// A buffer filled with a pattern that is NaN in every float type.
+fn poisoned(len: usize) -> Buffer {
+    Buffer::host_copy(&vec![0xff; len])
 }
 
-impl Buffer {
-    fn poisoned(len: usize) -> Buffer {
-        let bytes = vec![0xff; len + ALIGNMENT];
-        let start = bytes.as_ptr().align_offset(ALIGNMENT);
-        Buffer { bytes, start, len }
-    }
+fn slice(buffer: &Buffer) -> &[u8] {
+    buffer.region().host().unwrap()
+}
 
-    fn of(values: &[u8]) -> Buffer {
-        let mut buffer = Buffer::poisoned(values.len());
-        buffer.slice_mut().copy_from_slice(values);
-        buffer
-    }
-
-    fn slice(&self) -> &[u8] {
-        &self.bytes[self.start..self.start + self.len]
-    }
-
-    fn slice_mut(&mut self) -> &mut [u8] {
-        &mut self.bytes[self.start..self.start + self.len]
-    }
+fn slice_mut(buffer: &mut Buffer) -> &mut [u8] {
+    buffer.region_mut().host().unwrap()
 }
 
 fn infer(op: &Op, inputs: &[Tensor]) -> Vec<Fact> {
@@ -43,13 +28,13 @@ fn infer(op: &Op, inputs: &[Tensor]) -> Vec<Fact> {
 }
 
 fn run(kernel: &Kernel, inputs: &[Tensor], outputs: &[Fact]) -> Result<Vec<Tensor>, KernelError> {
-    let input_buffers: Vec<Buffer> = inputs.iter().map(|t| Buffer::of(t.bytes())).collect();
-    let mut results: Vec<Buffer> = outputs.iter().map(|f| Buffer::poisoned(f.bytes().unwrap() as usize)).collect();
-    let mut workspace = Buffer::poisoned(kernel.workspace());
-    let input_slices: Vec<&[u8]> = input_buffers.iter().map(Buffer::slice).collect();
-    let mut slices: Vec<&mut [u8]> = results.iter_mut().map(Buffer::slice_mut).collect();
-    kernel.run(&input_slices, &mut slices, workspace.slice_mut())?;
-    Ok(tensors(outputs, &results.iter().map(Buffer::slice).collect::<Vec<_>>()))
+    let input_buffers: Vec<Buffer> = inputs.iter().map(|t| Buffer::host_copy(t.bytes())).collect();
+    let mut results: Vec<Buffer> = outputs.iter().map(|f| poisoned(f.bytes().unwrap() as usize)).collect();
+    let mut workspace = poisoned(kernel.workspace());
+    let input_slices: Vec<&[u8]> = input_buffers.iter().map(slice).collect();
+    let mut slices: Vec<&mut [u8]> = results.iter_mut().map(slice_mut).collect();
+    kernel.run(&input_slices, &mut slices, slice_mut(&mut workspace))?;
+    Ok(tensors(outputs, &results.iter().map(slice).collect::<Vec<_>>()))
 }
 
 /// Equal up to rounding in the element type of `got`.
@@ -79,8 +64,13 @@ fn check(what: &str, op: &Op, inputs: &[Tensor]) -> bool {
             return !kernel.is_reference();
         }
     };
-    let double = inputs.iter().any(|t| t.dtype() == DType::F64) && inputs.iter().all(|t| t.dtype() != DType::F32);
-    let (relative, absolute) = if double { (1e-12, 1e-13) } else { (1e-5, 1e-6) };
+    let has = |dtype: DType| inputs.iter().any(|t| t.dtype() == dtype);
+    let (relative, absolute) = match has(DType::F64) && !has(DType::F32) {
+        true => (1e-12, 1e-13),
+        // Half a unit in the last place of the result.
+        false if has(DType::Bf16) => (1.0 / 128.0, 1e-5),
+        false => (1e-5, 1e-6),
+    };
     for (i, (got, want)) in got.iter().zip(&want).enumerate() {
         assert_close(&format!("{what}, output {i}"), got, want, relative, absolute);
     }
@@ -88,12 +78,14 @@ fn check(what: &str, op: &Op, inputs: &[Tensor]) -> bool {
     !kernel.is_reference()
 }
 
+/// Every op with an `f32` kernel has 16-bit kernels.
 #[test]
 fn every_sample_gives_what_the_reference_gives() {
     let mut references: BTreeSet<String> = BTreeSet::new();
+    let mut narrow_kernels = 0;
     for sample in samples() {
         let name = rule(&sample.op).name();
-        for dtype in [DType::F32, DType::F64, DType::F16] {
+        for dtype in [DType::F32, DType::F64, DType::F16, DType::Bf16] {
             let inputs = in_type(&sample.inputs, dtype);
             let what = format!("{name}: {} ({dtype})", sample.title);
             let facts = facts_of(&inputs);
@@ -101,6 +93,8 @@ fn every_sample_gives_what_the_reference_gives() {
                 continue;
             }
             let fast = check(&what, &sample.op, &inputs);
+            let is_narrow = dtype.size() == 2 && inputs.iter().any(|tensor| tensor.dtype() == dtype);
+            narrow_kernels += usize::from(fast && is_narrow);
             let source = matches!(sample.op, Op::Input(_) | Op::Parameter(_) | Op::State(_));
             if !fast && dtype == DType::F32 && !source {
                 let first = inputs.first().map_or("nothing".into(), |t| t.dtype().to_string());
@@ -108,6 +102,7 @@ fn every_sample_gives_what_the_reference_gives() {
             }
         }
     }
+    assert!(narrow_kernels > 150, "{narrow_kernels} samples");
     println!("by the reference on cpu: {}", references.into_iter().collect::<Vec<_>>().join(", "));
 }
 
@@ -116,11 +111,11 @@ fn unaligned_buffers_are_served() {
     let x = Tensor::from_f32(&[3], &[1.0, -2.0, 3.0]);
     let fact = [Fact::of(DType::F32, &[3])];
     let kernel = Kernel::new(&Op::Unary(Unary::Relu), &fact, &fact);
-    let mut input = Buffer::poisoned(13);
-    input.slice_mut()[1..].copy_from_slice(x.bytes());
-    let mut output = Buffer::poisoned(13);
-    kernel.run(&[&input.slice()[1..]], &mut [&mut output.slice_mut()[1..]], &mut []).unwrap();
-    assert_eq!(tensors(&fact, &[&output.slice()[1..]])[0].to_f32(), [1.0, 0.0, 3.0]);
+    let mut input = poisoned(13);
+    slice_mut(&mut input)[1..].copy_from_slice(x.bytes());
+    let mut output = poisoned(13);
+    kernel.run(&[&slice(&input)[1..]], &mut [&mut slice_mut(&mut output)[1..]], &mut []).unwrap();
+    assert_eq!(tensors(&fact, &[&slice(&output)[1..]])[0].to_f32(), [1.0, 0.0, 3.0]);
 }
 
 fn random(shape: &[usize], seed: u64) -> Tensor {

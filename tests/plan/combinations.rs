@@ -31,10 +31,10 @@ use runtime::device::cpu::device::cpu;
 use runtime::device::cpu::matmul::has_panels;
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
-use runtime::train::job::{TrainJob, Trained};
-use runtime::train::prepare::{Settings, prepare};
+use runtime::train::job::{RunOptions, TrainJob, Trained};
+use runtime::train::prepare::{Settings, prepare_shared};
 use runtime::train::run::{feeds, train};
-use runtime::train::tensor_parallel::{prepare_shared, train_tensor_parallel};
+use runtime::train::tensor_parallel::run_shared_in_group;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -184,10 +184,8 @@ impl ParityCase {
         let (dims, schedule) = (self.dims.clone(), self.order.1);
         let settings = Settings::new(dims, Loss::CrossEntropy, schedule, count);
         let (degree, pipeline) = (plan.stages[0].degree(), pipeline(plan).unwrap());
-        let (prepared, layouts) = match degree {
-            1 => (prepare(&self.model.graph, &stages, pipeline, &settings).unwrap(), BTreeMap::new()),
-            _ => prepare_shared(&self.model.graph, &stages, pipeline, &settings, &group(degree)).unwrap(),
-        };
+        let machine = (degree > 1).then(|| group(degree));
+        let prepared = prepare_shared(&self.model.graph, &stages, pipeline, &settings, machine.as_ref()).unwrap();
         let item = self.batch / self.microbatches as usize;
         let dataset = Dataset::new(self.arrays.clone(), &feeds(&prepared.codes), item).unwrap();
         let batches =
@@ -203,7 +201,10 @@ impl ParityCase {
         };
         let trained = match degree {
             1 => train(&training, &mut |_| {}).unwrap(),
-            _ => train_tensor_parallel(&training, &layouts, degree as usize, &mut |_| {}).unwrap(),
+            _ => {
+                let (options, sharding) = (RunOptions::default(), (&prepared.layouts, degree as usize));
+                run_shared_in_group(&training, options, sharding, &mut |_| {}, None).unwrap().unwrap()
+            }
         };
         (trained, prepared.codes.iter().map(|code| code.arena_bytes as u64).collect())
     }

@@ -31,8 +31,7 @@ use compiler::tensor::dim::Bindings;
 use compiler::tensor_parallel::cost::Machine;
 use compiler::tensor_parallel::costs::shared_costs;
 use models::zoo::{Options, build, to_bytes};
-use runtime::train::prepare::Settings;
-use runtime::train::tensor_parallel::prepare_shared;
+use runtime::train::prepare::{Settings, prepare_shared};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -298,7 +297,7 @@ fn devices_hold_what_plans_say() {
     let pipeline = Pipeline::chain(vec![StageSpec::new(1, 1.0, 2.0); 2]);
     let dims = BTreeMap::new();
     let settings = Settings::new(dims, Loss::CrossEntropy, Schedule::OneFOneB, count);
-    let (prepared, _) = prepare_shared(&graph, &stages, pipeline, &settings, &machine).unwrap();
+    let prepared = prepare_shared(&graph, &stages, pipeline, &settings, Some(&machine)).unwrap();
     for (at, (stage, code)) in plan.stages.iter().zip(&prepared.codes).enumerate() {
         let weights: usize = code.parameters.iter().map(|tensor| tensor.bytes).sum();
         let owned: usize = code.own_bytes.iter().sum();

@@ -14,7 +14,7 @@ use compiler::profile::recompute_scope::RecomputeCosts;
 use compiler::tensor::dim::Bindings;
 use models::zoo::{ENTRIES, build, to_bytes};
 use runtime::device::cpu::device::cpu;
-use runtime::exec::compile::{PassOptions, Recomputation, compile_parts};
+use runtime::exec::compile::{PassOptions, Recomputation, compile_with};
 use runtime::train::run::placement;
 
 /// Samples per micro-batch: enough to make alignment negligible.
@@ -48,13 +48,9 @@ fn stages_keep_what_plans_say() {
             let stages: Vec<usize> =
                 (0..ops).map(|op| costs.ops[op].joins.map_or(stages[op], |with| stages[with.index()])).collect();
             let stage_of_node = placement(&graph, &with_loss, &stages);
-            let options = PassOptions {
-                device: &*cpu(),
-                splits: true,
-                joins: &|_| false,
-                recomputation: &Recomputation::default(),
-            };
-            let codes = compile_parts(&with_loss, &stage_of_node, 3, Some(LOSS), options).unwrap();
+            let (device, recomputation) = (&*cpu(), &Recomputation::default());
+            let options = PassOptions { device, splits: true, joins: &|_| false, recomputation, machine: None };
+            let codes = compile_with(&with_loss, &stage_of_node, 3, Some(LOSS), options).unwrap().0;
             // The last stage also saves for the loss, which the planner does not model.
             for (stage, code) in codes.iter().enumerate().take(2) {
                 let is_inside: Vec<bool> = stages.iter().map(|op_stage| *op_stage == stage).collect();

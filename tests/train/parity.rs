@@ -117,7 +117,8 @@ fn run_with_zero(
     let settings = Settings::new(dims, Loss::CrossEntropy, schedule, count);
     let devices = under_test();
     let generate = |pipeline: &Pipeline| generators::schedule(schedule, pipeline, count);
-    let target = RunTarget { device: &*devices[0], splits: schedule.splits_backward(), program: &generate };
+    let splits = schedule.splits_backward();
+    let target = RunTarget { device: &*devices[0], splits, program: &generate, machine: None };
     let prepared = prepare_with(&fixture.model.graph, stages, pipeline, &settings, target).unwrap();
     let weights = fixture.weights();
     let dataset =

@@ -19,7 +19,6 @@ use compiler::plan::zero::MOST;
 use compiler::schedule::generators::schedule;
 use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, StageSpec};
-use runtime::comm::tensor_group::Layouts;
 use runtime::data::{Batches, Dataset, RowOrder};
 use runtime::device::api::Device;
 use runtime::exec::stage_code::StageCode;
@@ -28,7 +27,7 @@ use runtime::optim::policy::Policy;
 use runtime::train::job::{RunOptions, TrainJob};
 use runtime::train::prepare::{RunTarget, Settings, prepare_with};
 use runtime::train::run::{feeds, run};
-use runtime::train::tensor_parallel::{prepare_shared_with, run_shared};
+use runtime::train::tensor_parallel::run_shared_in_group;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
@@ -153,12 +152,10 @@ fn train_case(fixture: &Fixture, case: &Case, devices: &[Arc<dyn Device>], refer
     let settings = Settings::new(dims, Loss::CrossEntropy, kind, count);
     let stages = stages_of(fixture, replicas.len());
     let generate = |pipeline: &Pipeline| schedule(kind, pipeline, count);
-    let target = RunTarget { device: &*devices[0], splits: kind.splits_backward(), program: &generate };
-    let graph = &fixture.model.graph;
-    let (prepared, layouts) = match case.tensor {
-        1 => (prepare_with(graph, &stages, pipeline, &settings, target).unwrap(), Layouts::new()),
-        degree => prepare_shared_with(graph, &stages, pipeline, &settings, target, &build_machine(degree)).unwrap(),
-    };
+    let machine = (case.tensor > 1).then(|| build_machine(case.tensor));
+    let (splits, machine) = (kind.splits_backward(), machine.as_ref());
+    let target = RunTarget { device: &*devices[0], splits, program: &generate, machine };
+    let prepared = prepare_with(&fixture.model.graph, &stages, pipeline, &settings, target).unwrap();
     let dataset = Dataset::new(fixture.arrays.clone(), &feeds(&prepared.codes), rows).unwrap();
     let batches =
         Batches::new(dataset, fixture.batch, count.microbatches as usize, STEPS as usize, RowOrder::InOrder).unwrap();
@@ -177,7 +174,10 @@ fn train_case(fixture: &Fixture, case: &Case, devices: &[Arc<dyn Device>], refer
     let options = RunOptions { devices: devices[..gpus].to_vec(), ..RunOptions::default() };
     let trained = match case.tensor {
         1 => run(&training, options, &mut |_| {}).unwrap(),
-        degree => run_shared(&training, options, (&layouts, degree), &mut |_| {}).unwrap(),
+        degree => {
+            let sharding = (&prepared.layouts, degree);
+            run_shared_in_group(&training, options, sharding, &mut |_| {}, None).unwrap().unwrap()
+        }
     };
     let expected_losses = references.losses(fixture, case, &prepared.pipeline, &prepared.codes);
     max_relative_difference(&trained.losses, &expected_losses)

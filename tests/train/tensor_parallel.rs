@@ -21,9 +21,9 @@ use runtime::device::sanitizer::device::sanitizer;
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
 use runtime::train::job::{RunOptions, TrainJob, Trained};
-use runtime::train::prepare::{Settings, prepare};
+use runtime::train::prepare::{Settings, prepare_shared};
 use runtime::train::run::{feeds, train};
-use runtime::train::tensor_parallel::{TensorParallelError, prepare_shared, run_shared, train_tensor_parallel};
+use runtime::train::tensor_parallel::{TensorParallelError, run_shared_in_group};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -92,10 +92,8 @@ fn run_on(
     let dims = BTreeMap::from([(name.clone(), item as i64)]);
     let pipeline = Pipeline::chain(replicas.iter().map(|r| StageSpec::new(*r, 1.0, 2.0)).collect());
     let settings = Settings::new(dims, Loss::CrossEntropy, Schedule::OneFOneB, count);
-    let (prepared, layouts) = match devices {
-        1 => (prepare(&fixture.model.graph, &stages, pipeline, &settings).unwrap(), Layouts::new()),
-        _ => prepare_shared(&fixture.model.graph, &stages, pipeline, &settings, machine).unwrap(),
-    };
+    let machine = Some(machine).filter(|_| devices > 1);
+    let prepared = prepare_shared(&fixture.model.graph, &stages, pipeline, &settings, machine).unwrap();
     let named_tensor = |(name, weight): (&String, &Weight)| match weight {
         Weight::Given(tensor) => (name.clone(), tensor.clone()),
         Weight::Missing { path } => panic!("no weights at {path}"),
@@ -115,13 +113,17 @@ fn run_on(
     let trained = match devices {
         1 => train(&training, &mut |_| {})?,
         _ => {
-            let trained = train_tensor_parallel(&training, &layouts, devices, &mut |_| {})?;
+            let train = |options: RunOptions<'_>| {
+                let trained = run_shared_in_group(&training, options, (&prepared.layouts, devices), &mut |_| {}, None)?;
+                Ok::<_, TensorParallelError>(trained.unwrap())
+            };
+            let trained = train(RunOptions::default())?;
             let options = RunOptions { devices: vec![sanitizer()], ..RunOptions::default() };
-            assert_equal(&trained, &run_shared(&training, options, (&layouts, devices), &mut |_| {})?);
+            assert_equal(&trained, &train(options)?);
             trained
         }
     };
-    Ok((trained, layouts))
+    Ok((trained, prepared.layouts))
 }
 
 fn max_error(got: &[f64], want: &[f64]) -> f64 {

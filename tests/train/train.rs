@@ -23,9 +23,9 @@ use runtime::optim::policy::Policy;
 use runtime::stage::saved_weights::Checkpoint;
 use runtime::stage::worker::Work;
 use runtime::train::error::TrainError;
-use runtime::train::job::{TrainJob, Trained};
+use runtime::train::job::{RunOptions, TrainJob, Trained};
 use runtime::train::prepare::{Prepared, Settings, prepare};
-use runtime::train::run::{feeds, train, train_with_checkpoints};
+use runtime::train::run::{feeds, run, train};
 use std::collections::{BTreeMap, HashMap};
 
 const BATCH: usize = 4;
@@ -148,7 +148,7 @@ fn run_prepared(
         keep_gradients: false,
     };
     match on_checkpoint {
-        Some(on_checkpoint) => train_with_checkpoints(&training, &mut |_| {}, on_checkpoint),
+        Some(_) => run(&training, RunOptions { on_checkpoint, ..RunOptions::default() }, &mut |_| {}),
         None => train_everywhere(&training),
     }
 }

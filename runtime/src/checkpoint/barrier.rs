@@ -4,8 +4,8 @@
 //! contributes its snapshot. With several processes, all barriers hold while the processes agree (`process::stop`).
 
 use crate::checkpoint::points::round_up;
+use parking_lot::{Condvar, Mutex};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Admits workers to minibatches until the run is stopped.
 pub struct MinibatchBarrier<'a> {
@@ -34,17 +34,12 @@ impl<'a> MinibatchBarrier<'a> {
         MinibatchBarrier { stop, period, state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    // No code panics while it holds the lock with inconsistent state.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// True if the minibatch may start. Blocks while the processes agree on the end; an agreement or the end of the
     /// connections unblocks it.
     pub fn enter(&self, minibatch: u32) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         while state.is_held {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut state);
         }
         let reason = self.requested_reason();
         if state.end.is_none() && !state.is_shared && reason != 0 {
@@ -64,12 +59,12 @@ impl<'a> MinibatchBarrier<'a> {
 
     /// Minibatch count of a run that ends early.
     pub fn end(&self) -> Option<u32> {
-        self.lock().end
+        self.state.lock().end
     }
 
     /// Stop reason, or 0.
     pub fn reason(&self) -> usize {
-        self.lock().reason
+        self.state.lock().reason
     }
 
     /// Reason of a stop request to this process, or 0.
@@ -79,12 +74,12 @@ impl<'a> MinibatchBarrier<'a> {
 
     /// Makes several processes decide together.
     pub fn coordinate(&self) {
-        self.lock().is_shared = true;
+        self.state.lock().is_shared = true;
     }
 
     /// Closes the barrier until the end is known. Returns the number of started minibatches.
     pub fn hold(&self, reason: usize) -> u32 {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.end.is_none() {
             (state.is_held, state.reason) = (true, reason);
         }
@@ -93,14 +88,14 @@ impl<'a> MinibatchBarrier<'a> {
 
     /// Sets the end and opens the barrier.
     pub fn end_at(&self, end: Option<u32>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         (state.end, state.is_held) = (end, false);
         self.changed.notify_all();
     }
 
     /// Opens the barrier without an agreement, after the run has failed; entering workers will notice the failure.
     pub fn open(&self) {
-        self.lock().is_held = false;
+        self.state.lock().is_held = false;
         self.changed.notify_all();
     }
 }

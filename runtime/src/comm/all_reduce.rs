@@ -1,11 +1,8 @@
 //! Collectives in place: members sum their buffers, or gather shards of them, without copies of whole buffers.
-//!
-//! A member learns from a [`Communicator`](crate::comm::communicator::Communicator), to which it contributes afterwards,
-//! that all have contributed.
 
 use crate::comm::communicator::CollectiveError;
-use crate::comm::device_all_reduce::DeviceAllReduce;
 use crate::comm::host_all_reduce::HostAllReduce;
+use crate::comm::pipelined_all_reduce::PipelinedAllReduce;
 use crate::device::api::Device;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
@@ -23,10 +20,10 @@ const CHUNK_PART: usize = 128;
 pub struct Addends {
     /// Element type.
     pub dtype: DType,
-    /// Each with its rank in the sum.
-    pub terms: Vec<(usize, Arc<Buffer>)>,
     /// Will hold the sum, or this member's range of it.
     pub sum: Arc<Buffer>,
+    /// True if it holds the member's term.
+    pub has_term: bool,
     /// False if every member keeps its own range only.
     pub is_whole: bool,
 }
@@ -42,7 +39,7 @@ pub enum Collective {
 /// Parts of a collective's sums. All members list the same sums; those that do not exist are `None`.
 pub type Parts = Vec<Option<Addends>>;
 
-/// Collectives of a fixed group of members. Sums are bitwise those of one adder that adds the terms in rank order.
+/// Collectives of a fixed group of members. Sums are bitwise those of one adder that adds the terms in member order.
 pub trait AllReduce: Send + Sync {
     /// Registers a member of this process, before it contributes. It reduces `bytes` per round. `ledger` counts staging
     /// memory.
@@ -78,118 +75,97 @@ pub fn range(bytes: usize, element: usize, member: usize, members: usize) -> Ran
     edge(member)..edge(member + 1)
 }
 
-/// The collectives of members on these devices, in one process. `None` if the memory of some is the host's and of others
-/// is not, or if the devices cannot copy each other's.
+/// The collectives of members on these devices, in one process. `None` for a member alone.
 pub fn in_one_process(devices: &[Arc<dyn Device>]) -> Result<Option<Arc<dyn AllReduce>>, DeviceError> {
     if let Some(all_reduce) = HostAllReduce::new(devices)? {
         return Ok(Some(Arc::new(all_reduce)));
     }
-    Ok(DeviceAllReduce::new(devices)?.map(|all_reduce| Arc::new(all_reduce) as Arc<dyn AllReduce>))
+    let processes = vec![None; devices.len()];
+    Ok((devices.len() > 1).then(|| Arc::new(PipelinedAllReduce::new(processes, Box::new(|_, _, _| {}))) as _))
 }
 
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::comm::communicator::Communicator;
     use crate::device::context::DeviceContext;
 
-    const COUNT: usize = 70_001;
+    /// Sizes of the sums: less than a chunk, several chunks, and less than one element for each member.
+    const COUNTS: [usize; 3] = [1000, 70_001, 2];
 
-    fn values(seed: usize) -> Vec<f32> {
-        (0..COUNT).map(|at| ((at * 37 + seed * 101) % 997) as f32 * 1e-3 + 1e4 * (seed % 3) as f32).collect()
+    fn values(member: usize, count: usize, number: u64) -> Vec<f32> {
+        let seed = member * 101 + number as usize * 13;
+        (0..count).map(|at| ((at * 37 + seed) % 997) as f32 * 1e-3 + 1e4 * (seed % 3) as f32).collect()
     }
 
-    fn buffer(context: &DeviceContext, values: &[f32]) -> Arc<Buffer> {
+    pub fn upload(context: &DeviceContext, values: &[f32]) -> Arc<Buffer> {
         let mut buffer = context.take(size_of_val(values)).unwrap();
         context.stream.upload(bytemuck::cast_slice(values), Buffer::exclusive(&mut buffer)).unwrap();
+        context.release(&buffer).unwrap();
         buffer
     }
 
-    fn content(context: &DeviceContext, buffer: &mut Arc<Buffer>) -> Vec<f32> {
-        assert!(context.try_exclusive(buffer).unwrap().is_some());
-        let mut got = vec![0f32; COUNT];
+    pub fn download(context: &DeviceContext, buffer: &mut Arc<Buffer>) -> Vec<f32> {
+        assert!(context.try_exclusive(buffer).unwrap().is_some(), "it is held by others");
+        let mut got = vec![0f32; buffer.len() / 4];
         context.stream.download(buffer.region(), bytemuck::cast_slice_mut(&mut got)).unwrap();
         got
     }
 
-    /// Calls `run` for each member, in a thread of its own.
-    fn of_members(
-        all_reduce: &Arc<dyn AllReduce>,
-        device: fn() -> Arc<dyn Device>,
-        members: usize,
-        run: impl Fn(usize, &DeviceContext, &Communicator<()>) + Sync,
-    ) {
-        let communicator = Communicator::new(members);
-        std::thread::scope(|scope| {
-            for member in 0..members {
-                let (communicator, run) = (&communicator, &run);
-                scope.spawn(move || {
-                    let (context, counter) = (DeviceContext::new(device(), Arc::default()).unwrap(), Arc::default());
-                    all_reduce.enter(member, &context.device, 0, &counter).unwrap();
-                    run(member, &context, communicator);
-                });
-            }
-        });
-    }
-
-    /// Every member has the terms of these ranks.
-    pub fn check_sums(
-        new_all_reduce: impl Fn(usize) -> Arc<dyn AllReduce>,
-        device: fn() -> Arc<dyn Device>,
-        ranks: &[&[usize]],
-        is_whole: bool,
-    ) {
-        let (all_reduce, members) = (new_all_reduce(ranks.len()), ranks.len());
-        let mut order: Vec<usize> = ranks.iter().flat_map(|ranks| ranks.iter().copied()).collect();
-        order.sort_unstable();
-        let mut want = values(order[0]);
-        for &rank in &order[1..] {
-            want.iter_mut().zip(values(rank)).for_each(|(sum, term)| *sum += term);
-        }
-        of_members(&all_reduce, device, members, |member, context, communicator| {
-            for number in 0..5 {
-                let terms: Vec<_> = ranks[member].iter().map(|&rank| (rank, buffer(context, &values(rank)))).collect();
-                let first = terms.first().map(|(_, term)| term.clone());
-                let mut sum = first.unwrap_or_else(|| context.take(COUNT * 4).unwrap());
-                terms.iter().for_each(|(_, term)| context.release(term).unwrap());
-                context.release(&sum).unwrap();
-                let other_terms: Vec<_> = terms.iter().skip(1).map(|(_, term)| term.clone()).collect();
-                let part = Addends { dtype: DType::F32, terms, sum: sum.clone(), is_whole };
-                all_reduce.contribute(Collective::AllReduce(number), member, vec![None, Some(part)]).unwrap();
-                communicator.contribute(number, member, ());
-                communicator.wait(number).unwrap();
+    /// Members with these all-reduces sum and gather, each in a thread of its own. Some have no term.
+    pub fn check(all_reduces: &[Arc<dyn AllReduce>], device: fn() -> Arc<dyn Device>, is_whole: bool) {
+        let members = all_reduces.len();
+        let run = |member: usize, all_reduce: &dyn AllReduce| {
+            let context = DeviceContext::new(device(), Arc::default()).unwrap();
+            all_reduce.enter(member, &context.device, 0, &Arc::default()).unwrap();
+            for number in 0..4 {
+                let has_term = |member: usize| number != 1 || member % 2 == 1;
+                let part = |count: &usize| {
+                    let sum = upload(&context, &values(member, *count, number));
+                    Some(Addends { dtype: DType::F32, sum, has_term: has_term(member), is_whole })
+                };
+                let mut parts: Parts = COUNTS.iter().map(part).collect();
+                parts.insert(1, None);
+                let sums: Vec<_> = parts.iter().flatten().map(|part| part.sum.clone()).collect();
+                all_reduce.contribute(Collective::AllReduce(number), member, parts).unwrap();
                 all_reduce.wait(Collective::AllReduce(number), member).unwrap();
-                let range = if is_whole { 0..COUNT } else { range(COUNT, 1, member, members) };
-                let got = content(context, &mut sum);
-                assert!(got[range.clone()] == want[range], "member {member} of {members}");
-                [other_terms, vec![sum]].into_iter().flatten().for_each(|buffer| context.give(buffer));
+                for (mut sum, count) in sums.into_iter().zip(COUNTS) {
+                    let terms = (0..members).filter(|member| has_term(*member));
+                    let mut terms = terms.map(|member| values(member, count, number));
+                    let mut want = terms.next().unwrap();
+                    terms.for_each(|term| want.iter_mut().zip(term).for_each(|(sum, term)| *sum += term));
+                    let shard = range(count, 1, member, members);
+                    let range = if is_whole { 0..count } else { shard.clone() };
+                    let got = download(&context, &mut sum);
+                    assert!(got[range.clone()] == want[range], "member {member} of {members}, {count}");
+                    // Only the own shard is left; the others come back.
+                    let mut shards = vec![0f32; count];
+                    shards[shard.clone()].copy_from_slice(&want[shard]);
+                    let mut sum = upload(&context, &shards);
+                    let part = Addends { dtype: DType::F32, sum: sum.clone(), has_term: false, is_whole: true };
+                    let gather = Collective::AllGather(number * 10 + count as u64 % 10);
+                    all_reduce.contribute(gather, member, vec![Some(part)]).unwrap();
+                    all_reduce.wait(gather, member).unwrap();
+                    assert!(download(&context, &mut sum) == want, "member {member} of {members} gathers");
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            for (member, all_reduce) in all_reduces.iter().enumerate() {
+                scope.spawn(move || run(member, &**all_reduce));
             }
         });
     }
 
-    /// Every member has its range.
-    pub fn check_gathers(
-        new_all_reduce: impl Fn(usize) -> Arc<dyn AllReduce>,
-        device: fn() -> Arc<dyn Device>,
-        members: usize,
-    ) {
-        let (all_reduce, want) = (new_all_reduce(members), values(1));
-        of_members(&all_reduce, device, members, |member, context, communicator| {
-            for number in 0..5 {
-                let shard = range(COUNT, 1, member, members);
-                let mut part = vec![0f32; COUNT];
-                part[shard.clone()].copy_from_slice(&want[shard]);
-                let mut sum = buffer(context, &part);
-                context.release(&sum).unwrap();
-                let part = Addends { dtype: DType::F32, terms: Vec::new(), sum: sum.clone(), is_whole: true };
-                all_reduce.contribute(Collective::AllGather(number), member, vec![Some(part), None]).unwrap();
-                communicator.contribute(number, member, ());
-                communicator.wait(number).unwrap();
-                all_reduce.wait(Collective::AllGather(number), member).unwrap();
-                assert!(content(context, &mut sum) == want, "member {member} of {members}");
-                context.give(sum);
+    #[test]
+    fn devices_with_other_memory_than_the_hosts_reduce_too() {
+        use crate::device::{cpu::device::cpu, sanitizer::device::sanitizer};
+        for members in [2, 5] {
+            for is_whole in [true, false] {
+                let all_reduce = in_one_process(&vec![sanitizer(); members]).unwrap().unwrap();
+                check(&vec![all_reduce; members], sanitizer, is_whole);
             }
-        });
+        }
+        assert!(in_one_process(&[cpu()]).unwrap().is_none() && in_one_process(&[sanitizer()]).unwrap().is_none());
     }
 
     #[test]

@@ -112,7 +112,7 @@ impl OpenCollective {
     pub fn new(collective: Collective, parts: Parts, chunk: usize, member: usize, members: usize) -> OpenCollective {
         let mut chunks = Vec::new();
         for (index, part) in parts.iter().enumerate() {
-            let Some(Addends { dtype, terms, sum, is_whole }) = part else { continue };
+            let Some(Addends { dtype, sum, has_term, is_whole }) = part else { continue };
             let is_sum = matches!(collective, Collective::AllReduce(_));
             let shards: Vec<(Option<usize>, Range<usize>)> = match is_sum && *is_whole {
                 true => vec![(None, 0..sum.len())],
@@ -121,7 +121,7 @@ impl OpenCollective {
                 }
             };
             for (owner, shard) in shards {
-                let has_sum = if is_sum { !terms.is_empty() } else { owner == Some(member) };
+                let has_sum = if is_sum { *has_term } else { owner == Some(member) };
                 chunks.extend(shard.clone().step_by(chunk).map(|start| Chunk {
                     index,
                     range: start..shard.end.min(start + chunk),

@@ -5,8 +5,9 @@
 //! without a leader. If members are in several processes, each process has its own copy and forwards its contributions.
 
 use crate::device::error::DeviceError;
+use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// A collective failed because a member is lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,11 +67,6 @@ impl<T> Communicator<T> {
         Communicator { members, local_members, forward, state, changed: Condvar::new() }
     }
 
-    // No code panics while it holds the lock with inconsistent state.
-    fn lock(&self) -> MutexGuard<'_, State<T>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// True if other processes receive the contributions of local members.
     pub fn has_remote_members(&self) -> bool {
         self.forward.is_some()
@@ -86,7 +82,7 @@ impl<T> Communicator<T> {
 
     /// Records a contribution. Returns false if the rank is invalid or has already contributed.
     pub fn arrive(&self, number: u64, member: usize, part: T) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let members = self.members;
         let collective = state.collectives.entry(number).or_insert_with(|| Collective {
             contributions: (0..members).map(|_| None).collect(),
@@ -106,7 +102,7 @@ impl<T> Communicator<T> {
 
     /// Blocks until all members have contributed, or one abandons. Returns the values in rank order.
     pub fn wait(&self, number: u64) -> Result<Arc<Vec<T>>, PeerLost> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             if let Some(collective) = state.collectives.get_mut(&number)
                 && let Some(values) = collective.values.clone()
@@ -120,18 +116,18 @@ impl<T> Communicator<T> {
             if state.abandoned {
                 return Err(PeerLost);
             }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut state);
         }
     }
 
     /// Number of collectives that have contributions, local or remote, and that not all local members have read.
     pub fn unfinished(&self) -> usize {
-        self.lock().collectives.len()
+        self.state.lock().collectives.len()
     }
 
     /// Fails all current and future waits, after a member was lost.
     pub fn abandon(&self) {
-        self.lock().abandoned = true;
+        self.state.lock().abandoned = true;
         self.changed.notify_all();
     }
 }
@@ -155,7 +151,7 @@ mod tests {
                 });
             }
         });
-        assert!(communicator.lock().collectives.is_empty());
+        assert!(communicator.state.lock().collectives.is_empty());
     }
 
     #[test]
@@ -169,7 +165,7 @@ mod tests {
         communicator.contribute(3, 0, 7);
         assert_eq!(receiver.try_recv(), Ok((3, 0, 7)));
         assert_eq!(*communicator.wait(3).unwrap(), [7, 8]);
-        assert!(communicator.lock().collectives.is_empty());
+        assert!(communicator.state.lock().collectives.is_empty());
     }
 
     #[test]

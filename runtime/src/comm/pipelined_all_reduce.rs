@@ -1,4 +1,5 @@
-//! All-reduce and all-gather in place between replicas of several processes: a chain, pipelined in chunks.
+//! All-reduce and all-gather in place between replicas of several processes, or of devices whose memory is not the host's:
+//! a chain, pipelined in chunks.
 //!
 //! Member `i` receives from `i - 1` the sum of the terms before it, adds its own term in its buffer and passes the result
 //! on to `i + 1`. The last member has the sum, which goes back along the chain. So terms are added in the order of
@@ -19,9 +20,10 @@ use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
 use crate::device::memory_counter::MemoryCounter;
+use parking_lot::{Condvar, Mutex};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Shortest and longest interval at which a member checks whether chunks are sent.
@@ -55,7 +57,7 @@ struct State {
 /// Messages to members of this process.
 type Local = VecDeque<(usize, ChainMessage)>;
 
-/// Collectives of replicas, some of which are in other processes.
+/// Collectives of replicas, some of which may be in other processes.
 pub struct PipelinedAllReduce {
     /// The process of each member; `None` for this one.
     processes: Vec<Option<usize>>,
@@ -109,11 +111,6 @@ impl PipelinedAllReduce {
         PipelinedAllReduce { processes, send, state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    // No code panics while it holds the lock with inconsistent state.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The bytes of a chunk that a member of this process expects, and the most of any chunk.
     pub fn expected(
         &self,
@@ -122,7 +119,7 @@ impl PipelinedAllReduce {
         collective: Collective,
         chunk: usize,
     ) -> Option<(usize, usize)> {
-        let state = self.lock();
+        let state = self.state.lock();
         let entry = state.open.get(&(to, collective))?.chunks.get(chunk)?;
         let largest = state.members.get(to)?.as_ref()?.chunk;
         let is_expected = entry.is_received(collective, direction, to, self.processes.len());
@@ -143,7 +140,7 @@ impl PipelinedAllReduce {
             }
             Content::Ready => None,
         };
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         self.deliver(&mut state, Local::from([(to, message)]))?;
         if let Some(Some(member)) = state.members.get_mut(to).filter(|_| part.is_some()) {
             member.last = part;
@@ -155,7 +152,7 @@ impl PipelinedAllReduce {
     /// no time, unless the answer is false.
     fn wait_until_sent(&self, to: usize, collective: Collective, chunk: usize) -> Result<(), Refused> {
         for _ in 0..MOST_CHECKS {
-            let state = self.lock();
+            let state = self.state.lock();
             let entry = state.open.get(&(to, collective)).and_then(|open| open.chunks.get(chunk));
             let window = entry.and_then(|entry| entry.sent_up.as_ref());
             if state.is_abandoned || window.is_none_or(|window| Arc::strong_count(window) == 1) {
@@ -303,15 +300,14 @@ impl AllReduce for PipelinedAllReduce {
     ) -> Result<(), DeviceError> {
         let context = DeviceContext::new(device.clone(), Arc::default())?;
         let entry = Member { context, counter: counter.clone(), chunk: chunk_bytes(bytes), staging: None, last: None };
-        if let Some(slot) = self.lock().members.get_mut(member) {
+        if let Some(slot) = self.state.lock().members.get_mut(member) {
             *slot = Some(entry);
         }
         Ok(())
     }
 
-    /// A member has at most one term of each sum, in the buffer of the sum. Its rank is the number of the member.
     fn contribute(&self, collective: Collective, member: usize, parts: Parts) -> Result<(), DeviceError> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let members = self.processes.len();
         let Some(Some(entry)) = state.members.get(member) else { return Ok(()) };
         parts.iter().flatten().try_for_each(|part| entry.context.stream.acquire(&part.sum))?;
@@ -342,25 +338,25 @@ impl AllReduce for PipelinedAllReduce {
     }
 
     fn wait(&self, collective: Collective, member: usize) -> Result<(), CollectiveError> {
-        let (mut state, mut poll) = (self.lock(), POLL[0]);
+        let (mut state, mut poll) = (self.state.lock(), POLL[0]);
         loop {
             let State { members, open, is_abandoned, .. } = &mut *state;
             let collective_state = open.get_mut(&(member, collective)).filter(|_| !*is_abandoned).ok_or(PeerLost)?;
             if collective_state.remaining > 0 {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                self.changed.wait(&mut state);
             } else if collective_state.drop_sent() {
                 open.remove(&(member, collective));
                 members[member].iter_mut().for_each(|entry| entry.last = None);
                 return Ok(());
             } else {
-                state = self.changed.wait_timeout(state, poll).unwrap_or_else(PoisonError::into_inner).0;
+                _ = self.changed.wait_for(&mut state, poll);
                 poll = (poll * 2).min(POLL[1]);
             }
         }
     }
 
     fn abandon(&self) {
-        self.lock().is_abandoned = true;
+        self.state.lock().is_abandoned = true;
         self.changed.notify_all();
     }
 }
@@ -368,33 +364,11 @@ impl AllReduce for PipelinedAllReduce {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::all_reduce::range;
+    use crate::comm::all_reduce::tests::{check, download, upload};
     use crate::device::cpu::device::cpu;
     use crate::device::sanitizer::device::sanitizer;
     use compiler::tensor::DType;
     use crossbeam_channel::{Receiver, Sender, unbounded};
-
-    /// Sizes of the sums: less than a chunk, several chunks, and less than one element for each member.
-    const COUNTS: [usize; 3] = [1000, 70_001, 2];
-
-    fn values(member: usize, count: usize, number: u64) -> Vec<f32> {
-        let seed = member * 101 + number as usize * 13;
-        (0..count).map(|at| ((at * 37 + seed) % 997) as f32 * 1e-3 + 1e4 * (seed % 3) as f32).collect()
-    }
-
-    fn upload(context: &DeviceContext, values: &[f32]) -> Arc<Buffer> {
-        let mut buffer = context.take(size_of_val(values)).unwrap();
-        context.stream.upload(bytemuck::cast_slice(values), Buffer::exclusive(&mut buffer)).unwrap();
-        context.release(&buffer).unwrap();
-        buffer
-    }
-
-    fn download(context: &DeviceContext, buffer: &mut Arc<Buffer>) -> Vec<f32> {
-        assert!(context.try_exclusive(buffer).unwrap().is_some(), "it is held by others");
-        let mut got = vec![0f32; buffer.len() / 4];
-        context.stream.download(buffer.region(), bytemuck::cast_slice_mut(&mut got)).unwrap();
-        got
-    }
 
     /// A message to a member of another process.
     type Sent = (usize, ChainMessage);
@@ -415,58 +389,13 @@ mod tests {
         receivers.into_iter().enumerate().map(all_reduce).collect()
     }
 
-    /// Members in these processes sum and gather. Some have no term.
-    fn check(process_of: &[usize], device: fn() -> Arc<dyn Device>, is_whole: bool) {
-        let members = process_of.len();
+    /// Members in these processes sum and gather.
+    fn check_processes(process_of: &[usize], device: fn() -> Arc<dyn Device>, is_whole: bool) {
         let all_reduces = processes(process_of);
         std::thread::scope(|scope| {
-            let workers: Vec<_> = (0..members)
-                .map(|member| {
-                    let all_reduce = all_reduces[process_of[member]].0.clone();
-                    scope.spawn(move || {
-                        let context = DeviceContext::new(device(), Arc::default()).unwrap();
-                        all_reduce.enter(member, &context.device, 0, &Arc::default()).unwrap();
-                        for number in 0..4 {
-                            let has_term = |member: usize| number != 1 || member % 2 == 1;
-                            let sum = |count: usize| {
-                                let buffer = upload(&context, &values(member, count, number));
-                                let terms = has_term(member).then(|| (member, buffer.clone())).into_iter().collect();
-                                Some(Addends { dtype: DType::F32, terms, sum: buffer, is_whole })
-                            };
-                            let mut parts: Parts = COUNTS.iter().map(|count| sum(*count)).collect();
-                            parts.insert(1, None);
-                            let sums: Vec<_> = parts.iter().flatten().map(|part| part.sum.clone()).collect();
-                            all_reduce.contribute(Collective::AllReduce(number), member, parts).unwrap();
-                            all_reduce.wait(Collective::AllReduce(number), member).unwrap();
-                            for (mut sum, count) in sums.into_iter().zip(COUNTS) {
-                                let terms = (0..members).filter(|member| has_term(*member));
-                                let mut terms = terms.map(|member| values(member, count, number));
-                                let mut want = terms.next().unwrap();
-                                terms.for_each(|term| want.iter_mut().zip(term).for_each(|(sum, term)| *sum += term));
-                                let shard = range(count, 1, member, members);
-                                let range = if is_whole { 0..count } else { shard.clone() };
-                                let got = download(&context, &mut sum);
-                                assert!(got[range.clone()] == want[range], "{process_of:?}: member {member}, {count}");
-                                // Only the own shard is left; the others come back.
-                                let mut shards = vec![0f32; count];
-                                shards[shard.clone()].copy_from_slice(&want[shard]);
-                                let mut sum = upload(&context, &shards);
-                                let part = Addends { dtype: DType::F32, terms: vec![], sum: sum.clone(), is_whole };
-                                let gather = Collective::AllGather(number * 10 + count as u64 % 10);
-                                all_reduce.contribute(gather, member, vec![Some(part)]).unwrap();
-                                all_reduce.wait(gather, member).unwrap();
-                                assert!(
-                                    download(&context, &mut sum) == want,
-                                    "{process_of:?}: member {member} gathers"
-                                );
-                            }
-                        }
-                    })
-                })
-                .collect();
             for (all_reduce, receiver) in &all_reduces {
                 scope.spawn(move || {
-                    while !all_reduce.lock().is_abandoned {
+                    while !all_reduce.state.lock().is_abandoned {
                         let Ok((to, mut message)) = receiver.recv_timeout(Duration::from_millis(5)) else { continue };
                         // The sender's window is dropped before the answer, but not before the collective may be done.
                         if let Content::Chunk { part: Some(part), .. } = &mut message.content {
@@ -476,10 +405,11 @@ mod tests {
                     }
                 });
             }
-            workers.into_iter().for_each(|worker| worker.join().unwrap());
+            let of_member = |process: &usize| all_reduces[*process].0.clone() as Arc<dyn AllReduce>;
+            check(&process_of.iter().map(of_member).collect::<Vec<_>>(), device, is_whole);
             all_reduces.iter().for_each(|(all_reduce, _)| all_reduce.abandon());
             all_reduces.iter().for_each(|(all_reduce, _)| {
-                assert!(all_reduce.lock().open.is_empty() && all_reduce.lock().early.is_empty())
+                assert!(all_reduce.state.lock().open.is_empty() && all_reduce.state.lock().early.is_empty())
             });
         });
     }
@@ -488,9 +418,9 @@ mod tests {
     fn sums_and_gathers_are_those_of_one_adder() {
         for device in [cpu, sanitizer] {
             for is_whole in [true, false] {
-                check(&[0, 1], device, is_whole);
-                check(&[0, 0, 1, 1], device, is_whole);
-                check(&[1, 0, 1, 2, 0], device, is_whole);
+                check_processes(&[0, 1], device, is_whole);
+                check_processes(&[0, 0, 1, 1], device, is_whole);
+                check_processes(&[1, 0, 1, 2, 0], device, is_whole);
             }
         }
     }
@@ -510,7 +440,7 @@ mod tests {
         refused(7, message(Up, Content::Ready));
         refused(2, message(Up, chunk(0, 8)));
         let sum = upload(&context, &[1.0, 2.0]);
-        let part = Addends { dtype: DType::F32, terms: vec![(2, sum.clone())], sum, is_whole: true };
+        let part = Addends { dtype: DType::F32, sum, has_term: true, is_whole: true };
         all_reduce.contribute(Collective::AllReduce(3), 2, vec![Some(part)]).unwrap();
         refused(2, message(Up, chunk(1, 8)));
         refused(2, message(Up, chunk(0, 4)));
@@ -532,7 +462,7 @@ mod tests {
         let context = DeviceContext::new(cpu(), Arc::default()).unwrap();
         all_reduce.enter(1, &context.device, 0, &Arc::default()).unwrap();
         let mut sum = upload(&context, &[1.0, 2.0]);
-        let part = Addends { dtype: DType::F32, terms: vec![(1, sum.clone())], sum: sum.clone(), is_whole: true };
+        let part = Addends { dtype: DType::F32, sum: sum.clone(), has_term: true, is_whole: true };
         let collective = Collective::AllReduce(0);
         all_reduce.contribute(collective, 1, vec![Some(part)]).unwrap();
         let chunk = || {

@@ -5,8 +5,8 @@ use compiler::graph::evaluate::evaluate;
 use compiler::op::Op;
 use compiler::pass::minibatch_mean::MinibatchMeans;
 use compiler::tensor::Tensor;
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
-use std::sync::Mutex;
 
 /// Minibatches whose counts are kept: replicas and stages may be in different ones.
 const KEPT: usize = 4;
@@ -38,7 +38,7 @@ impl Factors {
     /// The factor of a mean in a micro-batch, by the name of its input: a scalar.
     pub fn factor(&self, batches: &Batches, name: &str, item: u32) -> Tensor {
         let (minibatch, at) = (item as usize / batches.microbatches, item as usize % batches.microbatches);
-        let mut known = self.counts.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut known = self.counts.lock();
         let counts = known.entry(minibatch).or_insert_with(|| {
             let items = (0..batches.microbatches).map(|at| (minibatch * batches.microbatches + at) as u32);
             let by_item: Vec<Vec<f64>> = items.map(|item| self.counts(batches, item)).collect();

@@ -194,6 +194,22 @@ pub struct Rows {
     pub to_pitch: usize,
 }
 
+/// What [`Stream::elementwise`] computes from each element of the operands, in order, and of the result. Computed in
+/// `f64` where there is a factor.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Elementwise {
+    /// `sum += term`. A 16-bit term has an `f32` sum.
+    Accumulate,
+    /// `sum = first + second`
+    Add,
+    /// `values *= factor`
+    Scale(f64),
+    /// `average = keep · average + (1 − keep) · (new − old)`, of the old and the new version.
+    AverageUpdate { keep: f64 },
+    /// `to = weights − steps · average`: approximate weights of some updates ago.
+    SetBack { steps: u32 },
+}
+
 /// `state = keep · state + (1 − keep) · sample`. The sample comes from the host, where it was combined over micro-batches
 /// and replicas.
 pub struct AverageStep<'a> {
@@ -255,14 +271,20 @@ pub trait Stream: Send {
     /// `to = from`, rounded to nearest.
     fn cast(&self, from: (DType, Region<'_>), to: (DType, RegionMut<'_>)) -> Result<(), DeviceError>;
 
-    /// `sum += term`. A 16-bit `term` has an `f32` sum.
-    fn accumulate(&self, dtype: DType, term: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError>;
+    /// Computes elements of operands of this type, and of a result of its
+    /// [accumulation type](crate::device::layout::accumulation_type). Only terms of sums may have 16 bits.
+    fn elementwise(
+        &self,
+        verb: Elementwise,
+        dtype: DType,
+        operands: &[Region<'_>],
+        result: RegionMut<'_>,
+    ) -> Result<(), DeviceError>;
 
-    /// `sum = first + second`, for `f32` or `f64`.
-    fn add(&self, dtype: DType, first: Region<'_>, second: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError>;
-
-    /// `values *= factor`, for `f32` or `f64`.
-    fn scale(&self, dtype: DType, values: RegionMut<'_>, factor: f64) -> Result<(), DeviceError>;
+    /// [`Elementwise::Accumulate`].
+    fn accumulate(&self, dtype: DType, term: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
+        self.elementwise(Elementwise::Accumulate, dtype, &[term], sum)
+    }
 
     /// The sum of squares of each tensor of `f32` or `f64`. Waits.
     fn squared_norms(&self, tensors: &[(DType, Region<'_>)]) -> Result<Vec<f64>, DeviceError>;
@@ -278,25 +300,6 @@ pub trait Stream: Send {
         prediction: &Prediction,
         weights: Region<'_>,
         state: &[Region<'_>],
-        to: RegionMut<'_>,
-    ) -> Result<(), DeviceError>;
-
-    /// `average = keep · average + (1 − keep) · (new − old)`, where `versions` are the old and the new one.
-    fn average_update(
-        &self,
-        dtype: DType,
-        versions: (Region<'_>, Region<'_>),
-        keep: f64,
-        average: RegionMut<'_>,
-    ) -> Result<(), DeviceError>;
-
-    /// `to = weights − steps · average`: approximate weights of some updates ago. `distance` is the average update and the
-    /// number of steps.
-    fn set_back_weights(
-        &self,
-        dtype: DType,
-        weights: Region<'_>,
-        distance: (Region<'_>, u32),
         to: RegionMut<'_>,
     ) -> Result<(), DeviceError>;
 

@@ -5,13 +5,14 @@ use crate::device::event::Event;
 use crate::device::memory_counter::MemoryCounter;
 use crate::device::region::{Region, RegionMut};
 use compiler::pass::memory::ALIGNMENT;
+use parking_lot::Mutex;
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::any::Any;
 use std::borrow::Cow;
 use std::ops::Range;
 use std::ptr::{NonNull, without_provenance_mut};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 /// Page sizes. Buffers of at least a large page use huge pages if available: TLB misses on small pages take as long as
 /// the reads of some kernels. Buffers do not start on a page boundary, because equal low address bits would cause cache
@@ -249,7 +250,7 @@ impl Buffer {
     /// Adds work to those that [`Buffer::events`] returns. Of the work of a stream, the latest stays. Work that is done is
     /// dropped.
     pub fn add_event(&self, event: Event) {
-        let mut events = self.event_owner().events.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut events = self.event_owner().events.lock();
         if !events.iter().any(|e| e.includes(&event)) {
             events.retain(|e| !event.includes(e) && !e.has_occurred());
             events.push(event);
@@ -257,7 +258,7 @@ impl Buffer {
     }
 
     pub fn events(&self) -> Vec<Event> {
-        self.event_owner().events.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.event_owner().events.lock().clone()
     }
 
     /// Overwrites the start of a host buffer. Panics for other memory, or if it is shorter.

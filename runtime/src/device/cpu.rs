@@ -20,7 +20,6 @@
 
 pub mod arithmetic;
 pub mod attention;
-pub mod batch_gather;
 pub mod batch_norm;
 pub mod cast;
 pub mod chain;
@@ -33,7 +32,6 @@ pub mod dropout;
 pub mod elementwise;
 #[cfg(target_arch = "x86_64")]
 pub mod few;
-pub mod function;
 pub mod gather;
 pub mod grouped_matmul;
 pub mod gru;
@@ -59,7 +57,6 @@ pub mod softmax;
 pub mod square;
 pub mod sum;
 pub mod table;
-pub mod update;
 pub mod walk;
 mod wide;
 #[cfg(target_arch = "x86_64")]
@@ -98,23 +95,42 @@ pub struct Kernel {
     fast: Option<FastKernel>,
 }
 
+/// What a body returns: nothing, if it fits all values of its inputs.
+pub trait Outcome {
+    fn result(self) -> Result<(), KernelError>;
+}
+
+impl Outcome for () {
+    fn result(self) -> Result<(), KernelError> {
+        Ok(())
+    }
+}
+
+impl Outcome for Result<(), KernelError> {
+    fn result(self) -> Result<(), KernelError> {
+        self
+    }
+}
+
 impl FastKernel {
     /// A kernel without scratch.
-    pub fn new<F>(body: F) -> FastKernel
+    pub fn new<F, R: Outcome>(body: F) -> FastKernel
     where
-        F: Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8]) -> Result<(), KernelError> + Send + Sync + 'static,
+        F: Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8]) -> R + Send + Sync + 'static,
     {
-        FastKernel { workspace: 0, body: Box::new(body), term: None }
+        let body: Body = Box::new(move |inputs, outputs, workspace| body(inputs, outputs, workspace).result());
+        FastKernel { workspace: 0, body, term: None }
     }
 
     /// A kernel whose body receives a flag to accumulate; the flag is only set if `can_add`.
-    pub fn adding<F>(can_add: bool, body: F) -> FastKernel
+    pub fn adding<F, R: Outcome>(can_add: bool, body: F) -> FastKernel
     where
-        F: Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8], bool) -> Result<(), KernelError> + Send + Sync + 'static,
+        F: Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8], bool) -> R + Send + Sync + 'static,
     {
         let shared = Arc::new(body);
         let term = shared.clone();
-        let term: TermBody = Box::new(move |inputs, outputs, workspace, adds| term(inputs, outputs, workspace, adds));
+        let term: TermBody =
+            Box::new(move |inputs, outputs, workspace, adds| term(inputs, outputs, workspace, adds).result());
         FastKernel {
             term: can_add.then_some(term),
             ..FastKernel::new(move |inputs, outputs, workspace| shared(inputs, outputs, workspace, false))
@@ -217,14 +233,35 @@ impl Kernel {
 pub(crate) mod tests {
     use super::arithmetic::accumulate;
     use super::*;
+    use crate::device::buffer::Buffer;
     use bytemuck::{cast_slice, cast_slice_mut};
     use compiler::op::{ConvWeightGrad, MatMul, ScatterAdd, Window};
+    use compiler::tensor::Tensor;
 
     /// Pseudo-random numbers in [-1, 1).
     pub(crate) fn numbers(count: usize, seed: u64) -> Vec<f32> {
         let draw =
             |i: usize| (compiler::op::dropout::mix(seed ^ ((i as u64) << 20)) >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
         (0..count).map(draw).collect()
+    }
+
+    /// The results of a kernel or chain, which has this function and needs `workspace` bytes.
+    pub(crate) fn results(
+        kernel: impl Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8]) -> Result<(), KernelError>,
+        workspace: usize,
+        inputs: &[&Tensor],
+        layouts: &[TensorLayout],
+    ) -> Vec<Tensor> {
+        let inputs: Vec<Buffer> = inputs.iter().map(|tensor| Buffer::host_copy(tensor.bytes())).collect();
+        let inputs: Vec<_> = inputs.iter().map(|buffer| buffer.download().unwrap()).collect();
+        let inputs: Vec<&[u8]> = inputs.iter().map(|bytes| &bytes[..]).collect();
+        let mut outputs: Vec<Buffer> = layouts.iter().map(|layout| Buffer::host(layout.bytes())).collect();
+        let mut bytes: Vec<&mut [u8]> = outputs.iter_mut().map(Buffer::bytes_mut).collect();
+        kernel(&inputs, &mut bytes, Buffer::host(workspace).bytes_mut()).unwrap();
+        let tensor = |(layout, bytes): (&TensorLayout, Vec<u8>)| {
+            Tensor::new(layout.dtype, layout.shape.clone(), bytes.into()).unwrap()
+        };
+        layouts.iter().zip(bytes.into_iter().map(|bytes| bytes.to_vec())).map(tensor).collect()
     }
 
     /// Checks that a kernel accumulates, with the result of a separate write and addition.
@@ -235,7 +272,7 @@ pub(crate) mod tests {
         let count = outputs[0].bytes().unwrap() as usize / 4;
         let before = numbers(count, 7);
         let (mut separate, mut overwritten, mut accumulated) = (before.clone(), numbers(count, 8), before);
-        let mut workspace = crate::device::buffer::Buffer::host(kernel.workspace());
+        let mut workspace = Buffer::host(kernel.workspace());
         kernel.run(inputs, &mut [cast_slice_mut(&mut overwritten)], workspace.bytes_mut()).unwrap();
         accumulate(DType::F32, cast_slice(&overwritten), cast_slice_mut(&mut separate));
         kernel.run_term(inputs, &mut [cast_slice_mut(&mut accumulated)], workspace.bytes_mut(), true).unwrap();

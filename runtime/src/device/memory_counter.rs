@@ -1,8 +1,9 @@
 //! Counters add up the memory of buffers.
 
+use parking_lot::Mutex;
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Counts the bytes of buffers, independent of the thread that drops them.
 ///
@@ -38,14 +39,9 @@ impl MemoryCounter {
         self.current.fetch_sub(bytes as u64, Ordering::Relaxed);
     }
 
-    // No code panics while it holds the lock with inconsistent state.
-    fn slots(&self) -> MutexGuard<'_, HashMap<usize, Slots>> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Occupies a slot of this size; allocates one if none is free.
     pub fn reserve_slot(&self, bytes: usize) {
-        let mut slots = self.slots();
+        let mut slots = self.slots.lock();
         let slot = slots.entry(bytes).or_default();
         slot.used += 1;
         if slot.used > slot.allocated {
@@ -56,7 +52,7 @@ impl MemoryCounter {
 
     /// Frees a slot.
     pub fn free_slot(&self, bytes: usize) {
-        if let Some(slot) = self.slots().get_mut(&bytes) {
+        if let Some(slot) = self.slots.lock().get_mut(&bytes) {
             slot.used = slot.used.saturating_sub(1);
         }
     }

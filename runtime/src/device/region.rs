@@ -58,7 +58,7 @@ impl<'a> Region<'a> {
     }
 
     /// The bytes of host memory.
-    pub(super) fn host(self) -> Result<&'a [u8], DeviceError> {
+    pub fn host(self) -> Result<&'a [u8], DeviceError> {
         match self.is_host {
             // SAFETY: the region borrows initialised host memory: see `new`.
             true => Ok(unsafe { std::slice::from_raw_parts(self.start, self.bytes) }),
@@ -96,7 +96,7 @@ impl<'a> RegionMut<'a> {
     }
 
     /// The bytes of host memory.
-    pub(super) fn host(self) -> Result<&'a mut [u8], DeviceError> {
+    pub fn host(self) -> Result<&'a mut [u8], DeviceError> {
         match self.0.is_host {
             // SAFETY: the region borrows initialised host memory exclusively: see `Region::assume_exclusive`.
             true => Ok(unsafe { std::slice::from_raw_parts_mut(self.0.start, self.0.bytes) }),

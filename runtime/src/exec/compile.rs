@@ -36,8 +36,9 @@ pub fn compile(
     loss: Option<&str>,
     device: &dyn Device,
 ) -> Result<Vec<StageCode>, CompileError> {
-    let options = PassOptions { device, splits: false, joins: &|_| false, recomputation: &Recomputation::default() };
-    compile_parts(graph, stage_of, stages, loss, options)
+    let recomputation = &Recomputation::default();
+    let options = PassOptions { device, splits: false, joins: &|_| false, recomputation, machine: None };
+    Ok(compile_with(graph, stage_of, stages, loss, options)?.0)
 }
 
 /// The device, and variants of the passes, which give bitwise equal results.
@@ -51,6 +52,8 @@ pub struct PassOptions<'a> {
     /// ([`joint`](compiler::pass::batched_weight_grad)).
     pub joins: &'a dyn Fn(usize) -> bool,
     pub recomputation: &'a Recomputation,
+    /// A group like this one shares every stage, each op with its cheapest sharding.
+    pub machine: Option<&'a Machine>,
 }
 
 /// What recomputed stages save and repeat. The backward of a stage repeats its parts; without parts, the forward of all
@@ -63,37 +66,13 @@ pub struct Recomputation {
     pub saving: HashSet<NodeId>,
 }
 
-/// Like [`compile`], with variants of the passes.
-pub fn compile_parts(
+/// Like [`compile`], with variants of the passes. Also returns the sharding of each parameter.
+pub fn compile_with(
     graph: &Graph,
     stage_of: &HashMap<NodeId, usize>,
     stages: usize,
     loss: Option<&str>,
-    options: PassOptions<'_>,
-) -> Result<Vec<StageCode>, CompileError> {
-    Ok(compile_with(graph, stage_of, stages, loss, options, None)?.0)
-}
-
-/// Like [`compile_parts`], with every stage tensor-parallel over a group like `machine`, each op with its cheapest
-/// sharding. Also returns the sharding of each parameter.
-pub fn compile_tensor_parallel(
-    graph: &Graph,
-    stage_of: &HashMap<NodeId, usize>,
-    stages: usize,
-    loss: &str,
-    options: PassOptions<'_>,
-    machine: &Machine,
-) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
-    compile_with(graph, stage_of, stages, Some(loss), options, Some(machine))
-}
-
-fn compile_with(
-    graph: &Graph,
-    stage_of: &HashMap<NodeId, usize>,
-    stages: usize,
-    loss: Option<&str>,
-    PassOptions { device, splits, joins, recomputation }: PassOptions<'_>,
-    machine: Option<&Machine>,
+    PassOptions { device, splits, joins, recomputation, machine }: PassOptions<'_>,
 ) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
     check_sizes(device, graph)?;
     let mut fragments = fragments(graph, stage_of, stages)?;
@@ -187,17 +166,6 @@ struct Assembly<'a> {
     states: Vec<(NodeId, NamedTensor)>,
     constants: HashMap<NodeId, usize>,
     gradients_in: Vec<Transfer>,
-}
-
-#[derive(Default)]
-struct BackwardCode {
-    first: Sequence,
-    second: Sequence,
-    terms: Vec<GradientTerm>,
-    gradients_out: Vec<Transfer>,
-    reads_sent: bool,
-    between_bytes: usize,
-    arena_bytes: usize,
 }
 
 impl<'a> Assembly<'a> {
@@ -316,26 +284,18 @@ impl<'a> Assembly<'a> {
         let reference = |s: &Sequence| -> Vec<String> {
             s.steps.iter().filter_map(|step| step.reference_op()).map(str::to_string).collect()
         };
-        let mut reference_ops = [reference(&forward), reference(&backward.first), reference(&backward.second)].concat();
+        let mut reference_ops =
+            [reference(&forward), reference(&backward.backward), reference(&backward.weight)].concat();
         reference_ops.sort();
         reference_ops.dedup();
         Ok(StageCode {
             forward,
-            backward: backward.first,
-            weight: backward.second,
             in_parts: self.splits,
-            weight_reads_sent: backward.reads_sent,
-            between_bytes: backward.between_bytes,
             received,
             sent,
             own_bytes: self.forward_layout.own.iter().map(|(_, bytes)| *bytes).collect(),
-            gradients_out: backward.gradients_out,
-            gradient_terms: backward.terms,
-            buckets: Vec::new(),
             state_updates,
             results,
-            recompute: false,
-            recomputes_parts: false,
             kept_bytes: self.forward_layout.kept_bytes,
             recomputed_steps,
             recomputed_bytes,
@@ -346,6 +306,7 @@ impl<'a> Assembly<'a> {
             parameters: self.parameters.into_iter().map(|(_, n)| n).collect(),
             states: self.states.into_iter().map(|(_, n)| n).collect(),
             gradients_in: self.gradients_in,
+            ..backward
         })
     }
 
@@ -387,8 +348,9 @@ impl<'a> Assembly<'a> {
         }
     }
 
-    fn backward_code(&self) -> Result<BackwardCode, DeviceError> {
-        let Some(backward) = self.backward else { return Ok(BackwardCode::default()) };
+    /// The part of the code that runs the backward.
+    fn backward_code(&self) -> Result<StageCode, DeviceError> {
+        let Some(backward) = self.backward else { return Ok(StageCode::default()) };
         let graph = &backward.graph;
         let parts = self.splits.then(|| parts(backward));
         let mut sequence = Sequence::default();
@@ -518,14 +480,15 @@ impl<'a> Assembly<'a> {
         let mut addresses =
             second.steps.iter().flat_map(|step| &step.inputs).chain(terms.iter().map(|term| &term.address));
         let reads_sent = parts.is_some() && addresses.any(|address| matches!(address.slot, Slot::GradientOut(_)));
-        Ok(BackwardCode {
-            first: sequence,
-            second,
-            terms,
+        Ok(StageCode {
+            backward: sequence,
+            weight: second,
+            gradient_terms: terms,
             gradients_out,
-            reads_sent,
+            weight_reads_sent: reads_sent,
             between_bytes: layout.kept_bytes,
             arena_bytes,
+            ..StageCode::default()
         })
     }
 

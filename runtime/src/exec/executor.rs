@@ -311,24 +311,16 @@ impl<'a> Executor<'a> {
         };
         for (index, step) in steps.iter().enumerate() {
             let failed = |fault| ExecuteError::of_collective(step, fault);
-            hook.before(code, phase, index, item, &self.device).map_err(failed)?;
+            hook.act(code, (phase, index), false, item, &self.device).map_err(failed)?;
             self.run_steps(phase, std::slice::from_ref(step), item, &mut |_| Ok(()))?;
-            hook.after(code, phase, index, item, &self.device).map_err(failed)?;
+            hook.act(code, (phase, index), true, item, &self.device).map_err(failed)?;
         }
         Ok(())
     }
 
-    /// Runs the forward pass and calls `watcher` after every step.
-    pub fn forward_watched(&mut self, item: &Item, watcher: Watcher<'_>) -> Result<(), ExecuteError> {
-        self.run_watched(RunPhase::Forward, item, watcher)
-    }
-
-    /// Like [`Executor::forward_watched`] for an unsplit backward of an item that has already run backward once.
-    pub fn backward_watched(&mut self, item: &Item, watcher: Watcher<'_>) -> Result<(), ExecuteError> {
-        self.run_watched(RunPhase::Backward, item, watcher)
-    }
-
-    fn run_watched(&self, phase: RunPhase, item: &Item, watcher: Watcher<'_>) -> Result<(), ExecuteError> {
+    /// Runs a forward pass, or an unsplit backward of an item that has already run backward once, and calls `watcher`
+    /// after every step.
+    pub fn run_watched(&mut self, phase: RunPhase, item: &Item, watcher: Watcher<'_>) -> Result<(), ExecuteError> {
         self.run_steps(phase, &phase.sequence(self.code).steps, item, watcher)
     }
 

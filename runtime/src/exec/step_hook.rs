@@ -10,22 +10,12 @@ pub trait StepHook: Send + Sync {
     /// True if any step of the pass has actions.
     fn has_actions(&self, phase: RunPhase) -> bool;
 
-    /// Called before step `step` of the pass.
-    fn before(
+    /// Called before each step of a pass, given by its number, and again when it `is_done`.
+    fn act(
         &self,
         code: &StageCode,
-        phase: RunPhase,
-        step: usize,
-        item: &mut Item,
-        device: &DeviceContext,
-    ) -> Result<(), CollectiveError>;
-
-    /// Called after step `step` of the pass.
-    fn after(
-        &self,
-        code: &StageCode,
-        phase: RunPhase,
-        step: usize,
+        at: (RunPhase, usize),
+        is_done: bool,
         item: &mut Item,
         device: &DeviceContext,
     ) -> Result<(), CollectiveError>;

@@ -11,7 +11,6 @@
 use crate::comm::communicator::{Communicator, PeerLost};
 use crate::optim::policy::LossScaling;
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 /// Sums of squares by parameter number in name order; those of shards by [`shard_number`].
 pub type Squares = Vec<(usize, f64)>;
@@ -21,23 +20,18 @@ pub fn shard_number(parameter: usize, replica: usize, max_replicas: usize) -> us
     parameter * max_replicas + replica
 }
 
-/// The all-reduce of squared norms, in which every worker takes part.
-#[derive(Clone)]
-pub struct NormAllReduce {
-    pub communicator: Arc<Communicator<Squares>>,
-    /// Rank of this worker.
-    pub member: usize,
-}
-
-impl NormAllReduce {
-    /// Sum of squares over all parameters in a round. Blocks until all workers have contributed; fails if one is lost.
-    pub fn sum(&self, round: u32, squares: Squares) -> Result<f64, PeerLost> {
-        self.communicator.contribute(u64::from(round), self.member, squares);
-        let contributions = self.communicator.wait(u64::from(round))?;
-        // Replicas contribute bitwise equal sums for one parameter, to be counted once; shards have distinct numbers.
-        let by_name: BTreeMap<usize, f64> = contributions.iter().flatten().copied().collect();
-        Ok(by_name.values().fold(0.0, |sum, square| sum + square))
-    }
+/// Sum of squares over all parameters in a round. Blocks until all members have contributed; fails if one is lost.
+pub fn sum_of_squares(
+    norms: &Communicator<Squares>,
+    member: usize,
+    round: u32,
+    squares: Squares,
+) -> Result<f64, PeerLost> {
+    norms.contribute(u64::from(round), member, squares);
+    let contributions = norms.wait(u64::from(round))?;
+    // Replicas contribute bitwise equal sums for one parameter, to be counted once; shards have distinct numbers.
+    let by_name: BTreeMap<usize, f64> = contributions.iter().flatten().copied().collect();
+    Ok(by_name.values().fold(0.0, |sum, square| sum + square))
 }
 
 /// The factor that scales gradients to a norm of at most `clip`.

@@ -1,7 +1,7 @@
 //! The optimizer step of a stage: optimizer state, `f32` master weights of 16-bit parameters, and PipeMare's average of
 //! updates.
 
-use crate::device::api::{ParameterUpdate, WeightRegions};
+use crate::device::api::{Elementwise, ParameterUpdate, WeightRegions};
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
@@ -145,8 +145,9 @@ impl<'a> ParameterUpdater<'a> {
         stream.optimizer_step(&self.optimizer.rule, vec![update])?;
         let old = std::mem::replace(&mut step.weight, next);
         if let Some(drift) = self.drift.get_mut(p) {
-            let versions = (old.region(), step.weight.region());
-            stream.average_update(self.dtypes[p], versions, self.keep, drift.region_mut())?;
+            let (verb, versions) =
+                (Elementwise::AverageUpdate { keep: self.keep }, [old.region(), step.weight.region()]);
+            stream.elementwise(verb, self.dtypes[p], &versions, drift.region_mut())?;
             device.give(old);
         }
         Ok(())
@@ -206,8 +207,8 @@ impl<'a> ParameterUpdater<'a> {
     pub fn correct(&self, weights: &Weights, steps: u32, device: &DeviceContext) -> Result<Weights, DeviceError> {
         let correct_weight = |(p, weight): (usize, &Arc<Buffer>)| {
             let mut to = device.take(weight.len())?;
-            let (drift, back) = (self.drift[p].region(), Buffer::exclusive(&mut to));
-            device.stream.set_back_weights(self.dtypes[p], weight.region(), (drift, steps), back)?;
+            let (operands, back) = ([weight.region(), self.drift[p].region()], Buffer::exclusive(&mut to));
+            device.stream.elementwise(Elementwise::SetBack { steps }, self.dtypes[p], &operands, back)?;
             Ok(to)
         };
         weights.iter().enumerate().map(correct_weight).collect()

@@ -208,23 +208,20 @@ fn receive_frame(connection: &mut HandshakeConnection, expected: Kind) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::process::connection::{DeadlineReader, Stream};
+    use crate::process::connection::{DeadlineReader, Stream, tests};
     use crate::process::frame::{FrameReader, FrameWriter};
-    use std::net::{TcpListener, TcpStream};
     use std::time::Duration;
 
     type Outcome = (Result<(), String>, Result<usize, String>);
 
-    fn connection(stream: TcpStream) -> HandshakeConnection {
-        let Stream { reader, writer, hangup } = Stream::tcp(stream).unwrap();
+    fn connection(Stream { reader, writer, hangup }: Stream) -> HandshakeConnection {
         let reader = DeadlineReader::new(reader, Duration::from_secs(5), Box::new(|| false));
         HandshakeConnection { reader: FrameReader::new(reader), writer: FrameWriter::new(writer), hangup }
     }
 
     fn pair() -> (HandshakeConnection, HandshakeConnection) {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        (connection(stream), connection(listener.accept().unwrap().0))
+        let (connecting, accepting) = tests::pair();
+        (connection(connecting), connection(accepting))
     }
 
     fn token(text: &str) -> RunToken {

@@ -222,7 +222,7 @@ pub fn close(stream: &TcpStream) {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
     use crate::device::sanitizer::device::sanitizer;
     use crate::device::tensor_link::Role;
@@ -230,7 +230,7 @@ mod tests {
     use std::net::TcpListener;
     use std::sync::Mutex;
 
-    fn pair() -> (Stream, Stream) {
+    pub fn pair() -> (Stream, Stream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         (Stream::tcp(stream).unwrap(), Stream::tcp(listener.accept().unwrap().0).unwrap())

@@ -46,13 +46,18 @@ const FLUSH_TIME_AFTER_FAILURE: Duration = Duration::from_millis(500);
 /// Maximum time to flush queues after a successful run.
 const FLUSH_TIME: Duration = Duration::from_secs(3);
 
+/// The process of each member of a communicator; `None` for this one.
+type Processes = Vec<Option<usize>>;
+/// The frames to send to each process.
+type Queues = BTreeMap<usize, Sender<Outbound>>;
+
 /// The start of a `Part` frame: the number of the communicator, the sequence number, and the member.
 fn part_head(number: u32, collective: u64, member: usize) -> Vec<u8> {
     [&number.to_le_bytes()[..], &collective.to_le_bytes(), &(member as u32).to_le_bytes()].concat()
 }
 
 /// Sends a `Part` frame to a process.
-fn send_part(queues: &BTreeMap<usize, Sender<Outbound>>, process: usize, head: Vec<u8>, bodies: Vec<Arc<Buffer>>) {
+fn send_part(queues: &Queues, process: usize, head: Vec<u8>, bodies: Vec<Arc<Buffer>>) {
     // The queue has no reader after the end of the run.
     if let Some(queue) = queues.get(&process) {
         let _ = queue.send(Outbound { kind: Kind::Part, head, bodies });
@@ -65,7 +70,7 @@ pub struct Exchange<'a> {
     program: &'a Program,
     /// Counts the operands of collectives that this process receives over links.
     operands: Arc<MemoryCounter>,
-    queues: BTreeMap<usize, Sender<Outbound>>,
+    queues: Queues,
     connections: Vec<ConnectionThreads<'a>>,
     channels: u32,
     communicators: u32,
@@ -292,23 +297,15 @@ impl<'a> Exchange<'a> {
         members: &[usize],
         sink: impl FnOnce(Arc<Communicator<T>>) -> Arc<S>,
     ) -> Result<Arc<Communicator<T>>, LinkError> {
-        let number = self.communicators;
-        self.communicators += 1;
-        let local_members = members.iter().filter(|rank| self.is_here(**rank)).count();
-        let processes = self.processes(members);
-        let peers: BTreeSet<usize> = processes.iter().flatten().copied().collect();
-        if local_members == 0 || peers.is_empty() {
+        let Some((number, processes, queues)) = self.begin_communicator(members)? else {
             return Ok(Arc::new(Communicator::new(members.len())));
-        }
-        let queues = self.queues_to(&peers)?;
+        };
         let forward: Forward<T> = Box::new(move |collective, member, part| {
             let (mut head, mut bodies) = (part_head(number, collective, member), Vec::new());
             part.pack(&mut head, &mut bodies);
-            for queue in queues.values() {
-                // The queue has no reader after the end of the run.
-                let _ = queue.send(Outbound { kind: Kind::Part, head: head.clone(), bodies: bodies.clone() });
-            }
+            queues.keys().for_each(|process| send_part(&queues, *process, head.clone(), bodies.clone()));
         });
+        let local_members = processes.iter().filter(|process| process.is_none()).count();
         let communicator = Arc::new(Communicator::among(members.len(), local_members, Some(forward)));
         self.deliver(number, sink(communicator.clone()), &processes)?;
         Ok(communicator)
@@ -321,14 +318,7 @@ impl<'a> Exchange<'a> {
         members: &[usize],
         collectives: u64,
     ) -> Result<Option<Arc<PipelinedAllReduce>>, LinkError> {
-        let number = self.communicators;
-        self.communicators += 1;
-        let processes = self.processes(members);
-        let peers: BTreeSet<usize> = processes.iter().flatten().copied().collect();
-        if peers.is_empty() || processes.iter().all(Option::is_some) {
-            return Ok(None);
-        }
-        let queues = self.queues_to(&peers)?;
+        let Some((number, processes, queues)) = self.begin_communicator(members)? else { return Ok(None) };
         let send: SendChainMessage = Box::new(move |process, member, message| {
             let (mut content, mut bodies) = (Vec::new(), Vec::new());
             let collective = chain_messages::pack(message, &mut content, &mut bodies);
@@ -340,15 +330,20 @@ impl<'a> Exchange<'a> {
         Ok(Some(all_reduce))
     }
 
-    /// The process of each rank; `None` for this one.
-    fn processes(&self, ranks: &[usize]) -> Vec<Option<usize>> {
+    /// The next communicator's number, the process of each of its ranks, `None` for this one, and the queues to the
+    /// others. `None` if all or none of the ranks are in this process.
+    fn begin_communicator(&mut self, ranks: &[usize]) -> Result<Option<(u32, Processes, Queues)>, LinkError> {
+        let number = self.communicators;
+        self.communicators += 1;
         let remote_process =
             |rank: &usize| (!self.is_here(*rank)).then(|| self.group.config.placement.processes_of_ranks[*rank]);
-        ranks.iter().map(remote_process).collect()
-    }
-
-    fn queues_to(&mut self, processes: &BTreeSet<usize>) -> Result<BTreeMap<usize, Sender<Outbound>>, LinkError> {
-        processes.iter().map(|process| Ok((*process, self.connection(*process)?.0.clone()))).collect()
+        let processes: Processes = ranks.iter().map(remote_process).collect();
+        if processes.iter().all(Option::is_some) || processes.iter().all(Option::is_none) {
+            return Ok(None);
+        }
+        let queue = |process: &usize| self.connection(*process).map(|(queue, _)| (*process, queue.clone()));
+        let queues = processes.iter().flatten().map(queue).collect::<Result<Queues, _>>()?;
+        Ok(Some((number, processes, queues)))
     }
 
     /// Lets the members of each other process contribute to communicator `number`.
@@ -374,15 +369,10 @@ impl<'a> Exchange<'a> {
         code: &StageCode,
         rounds: u32,
     ) -> Result<Arc<GradientShards>, LinkError> {
-        let number = self.communicators;
-        self.communicators += 1;
-        let processes = self.processes(members);
-        let local_members: Vec<usize> = (0..members.len()).filter(|member| processes[*member].is_none()).collect();
-        let peers: BTreeSet<usize> = processes.iter().flatten().copied().collect();
-        if local_members.is_empty() || peers.is_empty() {
+        let Some((number, processes, queues)) = self.begin_communicator(members)? else {
             return Ok(Arc::new(GradientShards::new(RemoteReplicas::none(members.len()))));
-        }
-        let queues = self.queues_to(&peers)?;
+        };
+        let local_members = (0..members.len()).filter(|member| processes[*member].is_none()).collect();
         let send: SendMessage = Box::new(move |process, member, message| {
             let (mut head, mut bodies) = (part_head(number, 0, member), Vec::new());
             shard_messages::pack(message, &mut head, &mut bodies);

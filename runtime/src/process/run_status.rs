@@ -4,7 +4,8 @@ use crate::process::connection::Outbound;
 use crate::process::fields::{Fields, put_text};
 use crate::process::frame::{FrameError, Kind};
 use crossbeam_channel::Sender;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
@@ -105,14 +106,9 @@ const LINGER: Duration = Duration::from_secs(2);
 const NOBODY: u32 = u32::MAX;
 
 impl RunStatus {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // No code panics while it holds the lock with inconsistent state.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Ends the run early and notifies all processes, unless it has already ended.
     pub fn end(&self, cause: LinkError) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.cause.is_none() && state.released.is_none() {
             // The receiver may be gone.
             state.queues.iter().for_each(|queue| _ = queue.send(abort(&cause)));
@@ -122,7 +118,7 @@ impl RunStatus {
 
     /// Registers a queue to notify.
     pub fn notify(&self, queue: Sender<Outbound>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if let Some(cause) = &state.cause {
             let _ = queue.send(abort(cause));
         }
@@ -131,22 +127,22 @@ impl RunStatus {
 
     /// The failure; `None` while the run continues.
     pub fn cause(&self) -> Option<LinkError> {
-        self.lock().cause.clone()
+        self.state.lock().cause.clone()
     }
 
     /// Marks the run as successful; connections may now close.
     pub fn release(&self) {
-        self.lock().released.get_or_insert_with(Instant::now);
+        self.state.lock().released.get_or_insert_with(Instant::now);
     }
 
     /// True if the run ended successfully.
     pub fn is_released(&self) -> bool {
-        self.lock().released.is_some()
+        self.state.lock().released.is_some()
     }
 
     /// True if nothing should be read any more: the run failed, or it succeeded more than [`LINGER`] ago.
     pub fn is_over(&self) -> bool {
-        let state = self.lock();
+        let state = self.state.lock();
         state.cause.is_some() || state.released.is_some_and(|instant| instant.elapsed() > LINGER)
     }
 }

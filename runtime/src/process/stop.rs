@@ -13,8 +13,8 @@ use crate::process::fields::Fields;
 use crate::process::frame::{FrameError, Kind};
 use crate::process::run_status::RunStatus;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Polling interval for the stop signal.
@@ -41,11 +41,6 @@ impl<'a> StopAgreement<'a> {
     ) -> StopAgreement<'a> {
         barrier.coordinate();
         StopAgreement { barrier, process, queues, started: Mutex::new(None) }
-    }
-
-    // No code panics while it holds the lock with inconsistent state.
-    fn lock(&self) -> MutexGuard<'_, Option<BTreeMap<usize, u32>>> {
-        self.started.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn send(&self, process: usize, kind: Kind, number: u32) {
@@ -79,7 +74,7 @@ impl<'a> StopAgreement<'a> {
 
     /// On process 0: starts the agreement. Only the first stop signal counts.
     fn begin(&self, reason: u32) {
-        let mut started = self.lock();
+        let mut started = self.started.lock();
         if started.is_none() {
             *started = Some(BTreeMap::from([(0, self.barrier.hold(reason as usize))]));
             self.send_all(Kind::Hold, reason);
@@ -102,7 +97,7 @@ impl<'a> StopAgreement<'a> {
         match (kind, self.process, process) {
             (Kind::Stop, 0, _) => self.begin(number),
             (Kind::ResumedState, 0, _) => {
-                let mut started = self.lock();
+                let mut started = self.started.lock();
                 match started.as_mut().map(|started| started.insert(process, number)) {
                     Some(None) => self.decide(&started),
                     _ => return Err(FrameError::Unexpected { kind }),

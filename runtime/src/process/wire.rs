@@ -9,7 +9,7 @@ use crate::optim::grad_norm::Squares;
 use crate::process::fields::Fields;
 use crate::process::frame::FrameError;
 use crate::process::recv_buffers::Ring;
-use crate::stage::gradient_buckets::ReplicaGradients;
+use crate::stage::gradient_buckets::BucketContribution;
 use crate::stage::gradients::GradientTerms;
 use crate::zero::shard::Shares;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub trait Contribution: Sized {
     fn most(form: &Self::Form) -> usize;
 }
 
-/// Valid contents of a [`ReplicaGradients`]. The gradients themselves do not travel with it.
+/// Valid contents of a [`BucketContribution`].
 pub struct ContributionForm {
     /// Number of gradient terms.
     terms: usize,
@@ -51,11 +51,11 @@ impl ContributionForm {
     }
 }
 
-impl Contribution for ReplicaGradients {
+impl Contribution for BucketContribution {
     type Form = ContributionForm;
 
     fn pack(&self, head: &mut Vec<u8>, _: &mut Vec<Arc<Buffer>>) {
-        head.extend(self.terms.iter().map(|term| u8::from(term.is_some())));
+        head.extend(self.has_terms.iter().map(|has_term| u8::from(*has_term)));
         head.extend((self.samples.len() as u32).to_le_bytes());
         for (item, values) in &self.samples {
             head.extend(item.to_le_bytes());
@@ -63,7 +63,11 @@ impl Contribution for ReplicaGradients {
         }
     }
 
-    fn unpack(form: &ContributionForm, fields: &mut Fields<'_>, _: &mut Ring) -> Result<ReplicaGradients, FrameError> {
+    fn unpack(
+        form: &ContributionForm,
+        fields: &mut Fields<'_>,
+        _: &mut Ring,
+    ) -> Result<BucketContribution, FrameError> {
         let present = fields.bytes(form.terms, "the gradient flags")?;
         let count = fields.u32("the number of samples")? as usize;
         if count > form.most_items {
@@ -75,14 +79,10 @@ impl Contribution for ReplicaGradients {
             let value = |bytes: &usize| fields.bytes(*bytes, "a sample").map(<[u8]>::to_vec);
             samples.push((item, form.samples.iter().map(value).collect::<Result<_, _>>()?));
         }
-        let empty = Arc::new(Buffer::empty());
-        let term = |present: &u8| match present {
-            0 => Ok(None),
-            1 => Ok(Some(empty.clone())),
-            _ => Err(FrameError::Field { what: "the gradient flags" }),
-        };
-        let terms = present.iter().map(term).collect::<Result<_, _>>()?;
-        Ok(ReplicaGradients { terms, samples })
+        if present.iter().any(|flag| *flag > 1) {
+            return Err(FrameError::Field { what: "the gradient flags" });
+        }
+        Ok(BucketContribution { has_terms: present.iter().map(|flag| *flag == 1).collect(), samples })
     }
 
     fn most(form: &ContributionForm) -> usize {
@@ -222,13 +222,11 @@ mod tests {
     fn parts_read_back() {
         let form = ContributionForm { terms: 2, samples: vec![2], items: 9, most_items: 1 };
         let term = Arc::new(Buffer::host_copy(&[1, 2, 3, 4, 5, 6, 7, 8]));
-        let empty = Arc::new(Buffer::empty());
-        let part = ReplicaGradients { terms: vec![None, Some(empty)], samples: vec![(5, vec![vec![8, 9]])] };
+        let part = BucketContribution { has_terms: vec![false, true], samples: vec![(5, vec![vec![8, 9]])] };
         let bytes = packed(&part);
-        let unpacked = ReplicaGradients::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
-        assert_eq!(unpacked.samples, part.samples);
-        assert_eq!(unpacked.terms.iter().map(Option::is_some).collect::<Vec<_>>(), [false, true]);
-        check_truncations::<ReplicaGradients>(&bytes, &form);
+        let unpacked = BucketContribution::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
+        assert_eq!((unpacked.samples, unpacked.has_terms), (part.samples, part.has_terms));
+        check_truncations::<BucketContribution>(&bytes, &form);
 
         let form = TermsForm { ranks: vec![0, 3], bytes: 8 };
         let bytes = packed(&vec![(3usize, term.clone())]);

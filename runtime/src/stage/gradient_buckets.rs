@@ -12,12 +12,18 @@ use crate::zero::streaming::ShardStream;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// A replica's contribution to an all-reduce.
+/// The gradients of a round, or of one of its buckets.
 pub struct ReplicaGradients {
-    /// Sum of each gradient term over this replica's micro-batches; none if it had none, or if the term is in another
-    /// bucket. An empty buffer stands for one that is all-reduced in place.
+    /// Sum of each gradient term over micro-batches; none if there were none, or if the term is in another bucket.
     pub terms: Vec<Option<Arc<Buffer>>>,
     /// Moving-average samples, by micro-batch.
+    pub samples: Vec<Samples>,
+}
+
+/// What a replica tells the others about a bucket whose gradients are all-reduced in place.
+pub struct BucketContribution {
+    /// The gradient terms that it has.
+    pub has_terms: Vec<bool>,
     pub samples: Vec<Samples>,
 }
 

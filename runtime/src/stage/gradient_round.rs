@@ -3,15 +3,14 @@
 //! A bucket holds whole parameters. The plan may assign parameters to buckets; the rest go with the last one. Without a plan's
 //! assignment, buckets are about equally large, from the stage's last parameter to its first. Bucketing does not change any sum.
 
-use crate::comm::all_reduce::{Addends, AllReduce, Collective};
+use crate::comm::all_reduce::{Addends, Collective};
 use crate::comm::communicator::CollectiveError;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
-use crate::device::layout::accumulation_type;
 use crate::exec::moving_average::Samples;
 use crate::exec::stage_code::GradientTerm;
-use crate::stage::gradient_buckets::{PostedBucket, ReplicaGradients};
-use crate::stage::gradients::{GradientTerms, allocate_sum, is_streamed, sum_replicas};
+use crate::stage::gradient_buckets::{BucketContribution, PostedBucket, ReplicaGradients};
+use crate::stage::gradients::{GradientTerms, allocate_sum, is_streamed};
 use crate::stage::stage_worker::StageWorker;
 use std::sync::Arc;
 
@@ -35,19 +34,14 @@ impl StageWorker<'_> {
 
     fn contribute(&mut self, PostedBucket { round, bucket, replica, .. }: PostedBucket) -> Result<(), DeviceError> {
         self.round_gradients.replica = replica;
-        let mut gradients = self.round_gradients.take(bucket)?;
+        let ReplicaGradients { mut terms, samples } = self.round_gradients.take(bucket)?;
         if bucket + 1 >= self.round_gradients.buckets {
             self.shard_stream.iter().for_each(|shard_stream| shard_stream.end_round(round));
         }
-        self.contribute_tied(round, Some(bucket), &mut gradients.terms)?;
+        self.contribute_tied(round, Some(bucket), &mut terms)?;
         let number = self.collective_number(round, bucket);
-        match self.all_reduce.clone() {
-            Some(all_reduce) => {
-                gradients.terms = self.reduce_in_place(&*all_reduce, (number, bucket), gradients.terms)?
-            }
-            None => gradients.terms.iter().flatten().try_for_each(|term| self.executor.device.release(term))?,
-        }
-        self.replicas.contribute(number, replica, gradients);
+        let has_terms = self.reduce_in_place((number, bucket), terms)?;
+        self.comms.replicas.contribute(number, replica, BucketContribution { has_terms, samples });
         Ok(())
     }
 
@@ -59,27 +53,15 @@ impl StageWorker<'_> {
     /// Blocks until the all-reduce of one bucket is done.
     pub fn finish_reduce(&mut self, round: u32, bucket: u32) -> Result<(), CollectiveError> {
         let number = self.collective_number(round, bucket);
-        let contributions = self.replicas.wait(number)?;
-        let mut terms = match (self.round_gradients.reducing.remove(&number), &self.all_reduce) {
-            (Some(sums), Some(all_reduce)) => {
-                all_reduce.wait(Collective::AllReduce(number), self.round_gradients.replica)?;
-                self.finish_reduce_in_place(sums, &contributions)?
-            }
-            _ => self.sum_contributions(&contributions)?,
-        };
+        let contributions = self.comms.replicas.wait(number)?;
+        if let Some(all_reduce) = &self.comms.all_reduce {
+            all_reduce.wait(Collective::AllReduce(number), self.round_gradients.replica)?;
+        }
+        let sums = self.round_gradients.reducing.remove(&number).unwrap_or_default();
+        let mut terms = self.finish_reduce_in_place(sums, &contributions)?;
         let mut samples: Vec<Samples> = contributions.iter().flat_map(|c| c.samples.iter().cloned()).collect();
         samples.sort_by_key(|(item, _)| *item);
         self.take_sums(round, bucket, &mut terms);
-        // Without an all-reduce in place, other replicas may still read this contribution: each would have a copy on
-        // separate devices.
-        for term in contributions
-            .get(self.round_gradients.replica)
-            .into_iter()
-            .flat_map(|contribution| contribution.terms.iter().flatten())
-        {
-            term.release_slot();
-            self.executor.device.give(term.clone());
-        }
         match self.reduced.get_mut(&round) {
             None => _ = self.reduced.insert(round, ReplicaGradients { terms, samples }),
             Some(reduced) => {
@@ -115,41 +97,19 @@ impl StageWorker<'_> {
         Ok(gradients)
     }
 
-    /// Sums this replica's shard over all replicas, in replica order; samples are in micro-batch order.
-    fn sum_contributions(
-        &mut self,
-        contributions: &[ReplicaGradients],
-    ) -> Result<Vec<Option<Arc<Buffer>>>, DeviceError> {
-        let code = self.code;
-        // With streaming, only sums shared with other stages pass here; their buffers are freed rather than pooled.
-        let is_pooled = self.shard_stream.is_none();
-        let mut terms = Vec::new();
-        for (i, term) in code.gradient_terms.iter().enumerate() {
-            let dtype = code.parameters[term.parameter].fact.dtype;
-            let parts = contributions.iter().filter_map(|c| c.terms[i].as_ref());
-            let element = accumulation_type(dtype).size();
-            let shard_range = |bytes: usize| self.shard.own(term.parameter, bytes, element);
-            terms.push(sum_replicas((&self.executor.device, is_pooled), dtype, parts, shard_range)?);
-        }
-        Ok(terms)
-    }
-
-    /// Contributes a bucket to an all-reduce in place. Returns which terms this replica has, without their memory.
+    /// Contributes a bucket to an all-reduce in place. Returns which terms this replica has.
     fn reduce_in_place(
         &mut self,
-        all_reduce: &dyn AllReduce,
         (number, bucket): (u64, u32),
         terms: Vec<Option<Arc<Buffer>>>,
-    ) -> Result<Vec<Option<Arc<Buffer>>>, DeviceError> {
-        let (mut parts, mut sums, mut present) = (Vec::new(), Vec::new(), Vec::new());
-        let (replica, empty) = (self.round_gradients.replica, Arc::new(Buffer::empty()));
+    ) -> Result<Vec<bool>, DeviceError> {
+        let (mut parts, mut sums, mut has_terms) = (Vec::new(), Vec::new(), Vec::new());
         let is_late = |p: usize| self.tied.iter().any(|tied| tied.parameter == p && !tied.holders.is_empty());
         for ((term, sum), term_bucket) in
             self.code.gradient_terms.iter().zip(terms).zip(&self.round_gradients.bucket_of)
         {
-            let p = term.parameter;
-            present.push(sum.as_ref().map(|_| empty.clone()));
-            let terms: GradientTerms = sum.iter().map(|sum| (replica, sum.clone())).collect();
+            let (p, has_term) = (term.parameter, sum.is_some());
+            has_terms.push(has_term);
             // A replica without micro-batches in this round receives the sum.
             let sum = match sum {
                 None if *term_bucket == bucket && !is_late(p) && !is_streamed(self.shard_stream.as_deref(), term) => {
@@ -160,24 +120,26 @@ impl StageWorker<'_> {
             sum.iter().try_for_each(|sum| self.executor.device.release(sum))?;
             let (dtype, _) = self.code.parameters[p].gradient();
             let is_whole = !self.shard.is_sharded(p);
-            parts.push(sum.clone().map(|sum| Addends { dtype, terms, sum, is_whole }));
+            parts.push(sum.clone().map(|sum| Addends { dtype, sum, has_term, is_whole }));
             sums.push(sum);
         }
         self.round_gradients.reducing.insert(number, sums);
-        all_reduce.contribute(Collective::AllReduce(number), replica, parts)?;
-        Ok(present)
+        if let Some(all_reduce) = &self.comms.all_reduce {
+            all_reduce.contribute(Collective::AllReduce(number), self.round_gradients.replica, parts)?;
+        }
+        Ok(has_terms)
     }
 
     /// This replica's sums of an all-reduce in place, or its shards of them.
     fn finish_reduce_in_place(
         &self,
         sums: Vec<Option<Arc<Buffer>>>,
-        contributions: &[ReplicaGradients],
+        contributions: &[BucketContribution],
     ) -> Result<Vec<Option<Arc<Buffer>>>, DeviceError> {
         let device = &self.executor.device;
         let finish_term = |(index, (term, sum)): (usize, (&GradientTerm, Option<Arc<Buffer>>))| {
             let Some(sum) = sum else { return Ok(None) };
-            if contributions.iter().all(|part| part.terms[index].is_none()) {
+            if !contributions.iter().any(|part| part.has_terms[index]) {
                 device.give(sum);
                 return Ok(None);
             }
@@ -198,7 +160,7 @@ impl StageWorker<'_> {
         bucket: Option<u32>,
         terms: &mut [Option<Arc<Buffer>>],
     ) -> Result<(), DeviceError> {
-        for tied in self.tied.iter_mut().filter(|tied| !tied.holders.is_empty()) {
+        for tied in self.tied.iter().filter(|tied| !tied.holders.is_empty()) {
             let is_in_bucket = |term_bucket: &u32| bucket.is_none_or(|bucket| *term_bucket == bucket);
             let buckets = &self.round_gradients.bucket_of;
             let terms = self.code.gradient_terms.iter().zip(terms.iter_mut()).zip(buckets);
@@ -212,8 +174,7 @@ impl StageWorker<'_> {
             }
             let terms: GradientTerms =
                 terms.into_iter().filter_map(|((term, sum), _)| Some((term.rank, sum.take()?))).collect();
-            let sum_type = self.code.parameters[tied.parameter].gradient();
-            tied.contribute(u64::from(round) + 1, (terms, true), sum_type, &self.executor.device)?;
+            tied.contribute(u64::from(round) + 1, terms, true, &self.executor.device)?;
         }
         Ok(())
     }

@@ -1,7 +1,8 @@
-//! Gradient accumulation: over the micro-batches of a replica, over replicas, and over the uses of a parameter.
+//! Gradient accumulation: over the micro-batches of a replica, and over the uses of a parameter.
 //! Gradients of 16-bit parameters are accumulated in `f32`.
 
 use crate::comm::communicator::CollectiveError;
+use crate::device::api::Elementwise;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
@@ -10,7 +11,6 @@ use crate::exec::executor::{Executor, Item, Sum};
 use crate::exec::stage_code::GradientTerm;
 use crate::zero::streaming::ShardStream;
 use compiler::tensor::DType;
-use std::ops::Range;
 use std::sync::Arc;
 
 /// Terms of a parameter's gradient, each with its rank in the sum.
@@ -92,31 +92,6 @@ fn accumulate_term(
     Ok(())
 }
 
-/// Sums the replicas' contributions in order, over the byte range `range_of(length)`. `is_pooled` selects a pooled buffer,
-/// otherwise one that is freed after use.
-pub fn sum_replicas<'a>(
-    (device, is_pooled): (&DeviceContext, bool),
-    dtype: DType,
-    parts: impl Iterator<Item = &'a Arc<Buffer>>,
-    range_of: impl Fn(usize) -> Range<usize>,
-) -> Result<Option<Arc<Buffer>>, DeviceError> {
-    let mut sum: Option<Arc<Buffer>> = None;
-    for part in parts {
-        let part = device.receive(part.clone())?;
-        let shard = part.region_of(range_of(part.len()));
-        match &mut sum {
-            None => {
-                let mut first = new_sum(device, shard.len(), is_pooled)?;
-                device.stream.copy(shard, Buffer::exclusive(&mut first))?;
-                sum = Some(first);
-            }
-            Some(sum) => device.stream.accumulate(accumulation_type(dtype), shard, Buffer::exclusive(sum))?,
-        }
-        device.give_foreign(part)?;
-    }
-    Ok(sum)
-}
-
 /// The gradient of a parameter: its terms summed in rank order. `is_pooled` selects a pooled buffer if one is needed.
 pub fn sum_terms(
     device: &DeviceContext,
@@ -139,7 +114,8 @@ pub fn sum_terms(
             Some(sum) => device.stream.accumulate(dtype, term.region(), sum)?,
             None => {
                 let mut sum = new_sum(device, total.len(), is_pooled)?;
-                device.stream.add(dtype, total.region(), term.region(), Buffer::exclusive(&mut sum))?;
+                let operands = [total.region(), term.region()];
+                device.stream.elementwise(Elementwise::Add, dtype, &operands, Buffer::exclusive(&mut sum))?;
                 device.give_foreign(std::mem::replace(&mut total, sum))?;
             }
         }
@@ -156,7 +132,8 @@ fn new_sum(device: &DeviceContext, bytes: usize, is_pooled: bool) -> Result<Arc<
 pub fn scaled_copy(device: &DeviceContext, dtype: DType, gradient: &Buffer, scale: f64) -> Result<Buffer, DeviceError> {
     let mut copy = device.copy_of(gradient.region())?;
     if scale != 1.0 {
-        device.stream.scale(accumulation_type(dtype), copy.region_mut(), scale)?;
+        let (verb, dtype) = (Elementwise::Scale(scale), accumulation_type(dtype));
+        device.stream.elementwise(verb, dtype, &[], copy.region_mut())?;
     }
     Ok(copy)
 }

@@ -20,17 +20,13 @@ const LAST: u64 = 0;
 impl StageWorker<'_> {
     /// Contributes this replica's shards of one bucket of a version.
     pub fn contribute_shards(&mut self, version: u32, bucket: u32) -> Result<(), DeviceError> {
-        let Some(shard_comm) = self.shard_comm.clone() else { return Ok(()) };
+        let Some(shard_comm) = self.comms.shard_comm.clone() else { return Ok(()) };
         let number = self.collective_number(version, bucket);
-        let shards = match &self.all_reduce {
-            Some(all_reduce) => {
-                let parts = self.weights_in_place(version, bucket)?;
-                all_reduce.contribute(Collective::AllGather(number), self.shard.replica(), parts)?;
-                Vec::new()
-            }
-            None => self.copy_shards(version, bucket)?,
-        };
-        shard_comm.contribute(number, self.shard.replica(), Shares(shards));
+        if let Some(all_reduce) = &self.comms.all_reduce {
+            let parts = self.weights_in_place(version, bucket)?;
+            all_reduce.contribute(Collective::AllGather(number), self.shard.replica(), parts)?;
+        }
+        shard_comm.contribute(number, self.shard.replica(), Shares(Vec::new()));
         Ok(())
     }
 
@@ -48,60 +44,22 @@ impl StageWorker<'_> {
             let Some(weight) = self.versions.get(&version).and_then(|weights| weights.get(p)) else { continue };
             self.executor.device.release(weight)?;
             let dtype = self.code.parameters[p].fact.dtype;
-            parts[p] = Some(Addends { dtype, terms: Vec::new(), sum: weight.clone(), is_whole: true });
+            parts[p] = Some(Addends { dtype, sum: weight.clone(), has_term: false, is_whole: true });
         }
         Ok(parts)
     }
 
-    /// Copies of this replica's shards.
-    fn copy_shards(&self, version: u32, bucket: u32) -> Result<Vec<(usize, Arc<Buffer>)>, DeviceError> {
-        let device = &self.executor.device;
-        let mut shards = Vec::new();
-        for p in self.stepped_parameters(version, bucket) {
-            let Some(weight) = self.versions.get(&version).and_then(|weights| weights.get(p)) else { continue };
-            let range = self.shard.own(p, weight.len(), self.code.parameters[p].fact.dtype.size());
-            // With streaming, free the buffer after use instead of pooling it.
-            let mut part = match &self.shard_stream {
-                None => device.take(range.len())?,
-                Some(_) => device.once(range.len())?,
-            };
-            device.stream.copy(weight.region_of(range), Buffer::exclusive(&mut part))?;
-            device.release(&part)?;
-            shards.push((p, part));
-        }
-        Ok(shards)
-    }
-
     /// Receives the other replicas' shards of one bucket of a version. Blocks. Returns true if the version is complete.
     pub fn receive_shards(&mut self, version: u32, bucket: u32) -> Result<bool, CollectiveError> {
-        let Some(shard_comm) = self.shard_comm.clone() else { return Ok(false) };
+        let Some(shard_comm) = self.comms.shard_comm.clone() else { return Ok(false) };
         let number = self.collective_number(version, bucket);
-        let contributions = shard_comm.wait(number)?;
-        if let Some(all_reduce) = &self.all_reduce {
+        shard_comm.wait(number)?;
+        if let Some(all_reduce) = &self.comms.all_reduce {
             all_reduce.wait(Collective::AllGather(number), self.shard.replica())?;
         }
-        // All replicas have contributed: charge buffers still to be read to their readers, as on separate devices.
-        contributions.iter().flat_map(|Shares(shares)| shares).for_each(|(_, part)| part.release_slot());
-        let in_place = self.all_reduce.as_ref().map_or(Vec::new(), |_| self.stepped_parameters(version, bucket));
-        let device = &self.executor.device;
-        let weights = self.versions.get_mut(&version).ok_or(CollectiveError::PeerLost)?;
-        in_place.iter().filter_map(|p| weights.get(*p)).try_for_each(|weight| device.stream.acquire(weight))?;
-        for (member, Shares(shares)) in
-            contributions.iter().enumerate().filter(|(member, _)| *member != self.shard.replica())
-        {
-            for (p, part) in shares {
-                let (named, weight) =
-                    self.code.parameters.get(*p).zip(weights.get_mut(*p)).ok_or(CollectiveError::PeerLost)?;
-                let range = self.shard.range_of(*p, weight.len(), named.fact.dtype.size(), member);
-                // The step made this the only reference. A wrong length means that it is not this parameter's shard.
-                let to = device.try_exclusive(weight)?;
-                let to = to.filter(|to| range.end <= to.len() && range.len() == part.len());
-                device.copy_from(part, to.ok_or(CollectiveError::PeerLost)?.slice(range))?;
-            }
-        }
-        for (_, part) in contributions.get(self.shard.replica()).into_iter().flat_map(|shares| &shares.0) {
-            self.executor.device.give(part.clone());
-        }
+        let weights = self.versions.get(&version).ok_or(CollectiveError::PeerLost)?;
+        let mut gathered = self.stepped_parameters(version, bucket).into_iter().filter_map(|p| weights.get(p));
+        gathered.try_for_each(|weight| self.executor.device.stream.acquire(weight))?;
         let Some(stepped) = self.stepped.get_mut(&version) else { return Ok(false) };
         stepped.buckets = stepped.buckets.saturating_sub(1);
         let is_complete = stepped.buckets == 0;
@@ -152,7 +110,7 @@ impl StageWorker<'_> {
         weights: &mut Weights,
         gradients: &mut [(usize, Buffer)],
     ) -> Result<(), CollectiveError> {
-        let Some(shard_comm) = self.shard_comm.clone() else { return Ok(()) };
+        let Some(shard_comm) = self.comms.shard_comm.clone() else { return Ok(()) };
         let parameters = self.code.parameters.len();
         // Numbers from `parameters` on stand for gradients.
         let is_sharded = |p: &usize| self.shard.is_sharded(*p);

@@ -5,8 +5,7 @@
 //! shares the parameter.
 
 use crate::checkpoint::ResumeState;
-use crate::comm::all_reduce::AllReduce;
-use crate::comm::communicator::{CollectiveError, Communicator};
+use crate::comm::communicator::CollectiveError;
 use crate::comm::tensor_group::TensorRank;
 use crate::data::Batches;
 use crate::device::api::Device;
@@ -21,7 +20,7 @@ use crate::exec::executor::{ExecuteError, Executor, Item, Weights};
 use crate::exec::moving_average::{Samples, update_states};
 use crate::exec::phase::RoundPosition;
 use crate::exec::stage_code::StageCode;
-use crate::optim::grad_norm::{NormAllReduce, Squares};
+use crate::optim::grad_norm::{Squares, sum_of_squares};
 use crate::optim::optimizer::Optimizer;
 use crate::optim::policy::{Policy, Staleness};
 use crate::optim::update::{ParameterStep, ParameterUpdater};
@@ -30,9 +29,9 @@ use crate::stage::gradients::{GradientTerms, lend_sums, scaled_copy, sum_terms};
 use crate::stage::lag::Lag;
 use crate::stage::optimizer_step::OptimizerStep;
 use crate::stage::pending_snapshots::PendingSnapshots;
-use crate::stage::shard_versions::{ShardComm, Stepped};
+use crate::stage::shard_versions::Stepped;
+use crate::stage::stage_comms::StageComms;
 use crate::stage::tied_parameter::{LateTiedWeight, TiedParameter};
-use crate::zero::gradient_shards::GradientShards;
 use crate::zero::shard::ShardRange;
 use crate::zero::streaming::ShardStream;
 use compiler::op::KernelError;
@@ -63,17 +62,9 @@ pub struct StageSetup<'a> {
     pub ends_with_round: bool,
     pub states: Vec<Buffer>,
     pub buckets: u32,
-    pub replicas: Arc<Communicator<ReplicaGradients>>,
-    /// Sums the replicas' gradients in place, if they can.
-    pub all_reduce: Option<Arc<dyn AllReduce>>,
+    pub comms: StageComms,
     /// The replica's parameter shards.
     pub shard: ShardRange,
-    /// Exchange of weight shards, under ZeRO.
-    pub shard_comm: Option<Arc<ShardComm>>,
-    /// Norm all-reduce, if each replica has only a shard of the gradients.
-    pub norms: Option<NormAllReduce>,
-    /// Gradient shards, under ZeRO 2 and 3.
-    pub gradient_shards: Option<Arc<GradientShards>>,
     pub tied: Vec<TiedParameter>,
     /// Number among the replicas of the stage.
     pub replica: usize,
@@ -100,21 +91,16 @@ struct PendingLoss {
 pub struct StageWorker<'a> {
     pub stage: StageId,
     pub(super) code: &'a StageCode,
-    pub(super) replicas: Arc<Communicator<ReplicaGradients>>,
-    pub(super) all_reduce: Option<Arc<dyn AllReduce>>,
+    pub(super) comms: StageComms,
     pub(super) shard: ShardRange,
-    pub(super) shard_comm: Option<Arc<ShardComm>>,
     pub(super) shard_stream: Option<Arc<ShardStream>>,
-    norms: Option<NormAllReduce>,
     /// Versions that are not gathered completely.
     pub(super) stepped: BTreeMap<u32, Stepped>,
     pub(super) tied: Vec<TiedParameter>,
     pub(super) late_weights: Vec<LateTiedWeight>,
     pub(super) is_first: bool,
     numbers: Vec<usize>,
-    pub(super) policy: Policy,
-    microbatches: u32,
-    pub(super) keeps_gradients: bool,
+    pub(super) config: StageConfig<'a>,
     pub(super) executor: Executor<'a>,
     pub(super) items: HashMap<u32, Item>,
     pub(super) versions: BTreeMap<u32, Weights>,
@@ -162,88 +148,59 @@ impl<'a> StageWorker<'a> {
         config: StageConfig<'a>,
         (counter, snapshot_counter): (&Arc<MemoryCounter>, &Arc<MemoryCounter>),
     ) -> Result<StageWorker<'a>, DeviceError> {
-        let StageSetup {
-            stage,
-            device,
-            code,
-            weights: mut first,
-            masters,
-            numbers,
-            delay,
-            ends_with_round,
-            states,
-            replicas,
-            all_reduce,
-            shard,
-            shard_comm,
-            norms,
-            gradient_shards,
-            tied,
-            replica,
-            buckets,
-            mut resume,
-            tensor_rank,
-        } = setup;
-        let StageConfig { optimizer, policy, microbatches, flushes, keeps_gradients, window } = config;
-        let state_bytes: usize = states.iter().map(Buffer::len).sum();
-        let mut executor = Executor::new(code, states, &device, counter.clone())?;
-        executor.tensor_rank = tensor_rank;
+        let (code, shard, comms, replica) = (setup.code, setup.shard, setup.comms, setup.replica);
+        let (mut first, mut resume) = (setup.weights, setup.resume);
+        let state_bytes: usize = setup.states.iter().map(Buffer::len).sum();
+        let mut executor = Executor::new(code, setup.states, &setup.device, counter.clone())?;
+        executor.tensor_rank = setup.tensor_rank;
         let mut shard_stream = None;
-        if let Some(gradient_shards) = gradient_shards {
+        if let Some(gradient_shards) = &comms.gradient_shards {
             let version = resume.as_ref().map_or(0, |resume| resume.version);
-            gradient_shards.enter(shard.replica(), &device, counter, if flushes { version } else { u32::MAX });
-            let stream = Arc::new(ShardStream::new(code, shard.clone(), gradient_shards, ends_with_round));
+            let last = if config.flushes { version } else { u32::MAX };
+            gradient_shards.enter(shard.replica(), &setup.device, counter, last);
+            let stream =
+                Arc::new(ShardStream::new(code, shard.clone(), gradient_shards.clone(), setup.ends_with_round));
             executor.step_hook = Some(stream.clone());
             shard_stream = Some(stream);
         }
-        let staleness = (policy.staleness, delay);
-        let updater = ParameterUpdater::new(code, optimizer, masters, staleness, shard.clone(), &executor.device)?;
+        let (staleness, masters) = ((config.policy.staleness, setup.delay), setup.masters);
+        let updater =
+            ParameterUpdater::new(code, config.optimizer, masters, staleness, shard.clone(), &executor.device)?;
         counter.add(updater.bytes() + state_bytes + code.arena_bytes);
         if shard.has_weight_shards() {
             first =
                 crate::stage::shard_versions::initial_shards(&shard, code, first, resume.as_mut(), &executor.device)?;
         }
         first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(counter));
-        let gradients = |p: &usize| code.parameters[*p].gradient().1;
-        if let Some(all_reduce) = &all_reduce {
-            let bytes = code.gradient_terms.iter().map(|term| gradients(&term.parameter)).sum();
-            all_reduce.enter(replica, &device, bytes, counter)?;
-        }
-        for tied in &tied {
-            if let Some(all_reduce) = &tied.all_reduce {
-                all_reduce.enter(tied.member, &device, gradients(&tied.parameter), counter)?;
-            }
+        if let Some(all_reduce) = &comms.all_reduce {
+            let bytes = code.gradient_terms.iter().map(|term| code.parameters[term.parameter].gradient().1).sum();
+            all_reduce.enter(replica, &setup.device, bytes, counter)?;
         }
         let mut late_weights = Vec::new();
-        for (index, shared) in tied.iter().enumerate().filter(|(_, shared)| !shared.holders.is_empty()) {
+        for (index, shared) in setup.tied.iter().enumerate().filter(|(_, shared)| !shared.holders.is_empty()) {
             // The stage's weight versions hold an empty buffer for it.
             let weight = std::mem::replace(&mut first[shared.parameter], Arc::new(Buffer::empty()));
             let parameter = shared.parameter;
-            let recent = BTreeMap::from_iter((window > 0).then(|| (0, weight.clone())));
+            let recent = BTreeMap::from_iter((config.window > 0).then(|| (0, weight.clone())));
             let (steps, restored) = (VecDeque::new(), BTreeMap::new());
             late_weights.push(LateTiedWeight { tied: index, parameter, weight, version: 0, steps, restored, recent });
         }
         let mut stage_worker = StageWorker {
-            stage,
+            stage: setup.stage,
             code,
-            replicas,
-            all_reduce,
+            comms,
             shard,
-            shard_comm,
             shard_stream,
-            norms,
             stepped: BTreeMap::new(),
-            tied,
+            tied: setup.tied,
             late_weights,
             is_first: replica == 0,
-            numbers,
-            policy,
-            microbatches,
-            keeps_gradients,
+            numbers: setup.numbers,
+            config,
             executor,
             items: HashMap::new(),
             versions: BTreeMap::from([(0, first)]),
-            round_gradients: RoundGradients::new(code, buckets),
+            round_gradients: RoundGradients::new(code, setup.buckets),
             reduced: HashMap::new(),
             ready: HashMap::new(),
             updater,
@@ -251,7 +208,7 @@ impl<'a> StageWorker<'a> {
             gradients: Vec::new(),
             samples: HashMap::new(),
             losses: VecDeque::new(),
-            snapshots: PendingSnapshots::new(window, snapshot_counter),
+            snapshots: PendingSnapshots::new(config.window, snapshot_counter),
         };
         if let Some(resume) = resume {
             stage_worker.restore(resume)?;
@@ -335,7 +292,7 @@ impl<'a> StageWorker<'a> {
         for late in &self.late_weights {
             weights[late.parameter] = late.weight.clone();
         }
-        let predicts = self.policy.staleness == Staleness::Predict && lag.updates > 0;
+        let predicts = self.config.policy.staleness == Staleness::Predict && lag.updates > 0;
         if predicts {
             let updates_done = |p: usize| u32::try_from(i64::from(version) - self.skipped_updates[p]).unwrap_or(0);
             let prediction = |p: usize| {
@@ -469,10 +426,9 @@ impl<'a> StageWorker<'a> {
                 by_parameter[term.parameter].push((term.rank, sum));
             }
         }
-        for tied in self.tied.iter_mut().filter(|tied| tied.holders.is_empty()) {
+        for tied in self.tied.iter().filter(|tied| tied.holders.is_empty()) {
             let terms = std::mem::take(&mut by_parameter[tied.parameter]);
-            let sum_type = self.code.parameters[tied.parameter].gradient();
-            tied.contribute(u64::from(round) + 1, (terms, self.is_first), sum_type, &self.executor.device)?;
+            tied.contribute(u64::from(round) + 1, terms, self.is_first, &self.executor.device)?;
         }
         self.ready.insert(round, Ready { by_parameter, totals: None, samples });
         Ok(())
@@ -485,8 +441,8 @@ impl<'a> StageWorker<'a> {
             return Ok(());
         }
         let Some(Ready { by_parameter: mut terms, samples, .. }) = self.ready.remove(&round) else { return Ok(()) };
-        for tied in self.tied.iter_mut().filter(|tied| tied.holders.is_empty()) {
-            let (summands, own) = tied.wait(u64::from(round) + 1, &self.executor.device)?;
+        for tied in self.tied.iter().filter(|tied| tied.holders.is_empty()) {
+            let (summands, own) = tied.wait(u64::from(round) + 1)?;
             terms[tied.parameter] = summands;
             own.into_iter().for_each(|(_, own)| self.executor.device.give(own));
         }
@@ -526,8 +482,8 @@ impl<'a> StageWorker<'a> {
     /// Total sum of squares of a round's gathered gradients. Blocks for the other replicas if gradients are sharded.
     pub fn sum_of_squares(&self, round: u32) -> Result<f64, CollectiveError> {
         let squares = self.squares(round)?;
-        match &self.norms {
-            Some(norms) => Ok(norms.sum(round, squares)?),
+        match &self.comms.norms {
+            Some(norms) => Ok(sum_of_squares(norms, self.shard.replica(), round, squares)?),
             None => Ok(squares.iter().fold(0.0, |sum, (_, square)| sum + square)),
         }
     }
@@ -542,7 +498,7 @@ impl<'a> StageWorker<'a> {
         }
         let ready = self.ready.remove(&step.round);
         let Some(Ready { totals: Some(mut totals), samples, .. }) = ready else { return Ok(()) };
-        if self.shard_comm.is_some() {
+        if self.comms.shard_comm.is_some() {
             let is_stepped = |p: &usize| step.factor.is_some() && self.shard.is_sharded(*p) && totals[*p].is_some();
             let parameters = (0..old.len()).filter(is_stepped).collect();
             self.stepped.insert(to, Stepped { parameters, buckets: self.round_gradients.buckets() });
@@ -566,8 +522,8 @@ impl<'a> StageWorker<'a> {
             return Ok(());
         }
         let states = (&mut self.executor.states[..], &self.code.states[..]);
-        let stream = &*self.executor.device.stream;
-        update_states(stream, self.policy.statistics, &self.code.state_updates, states, &samples, self.microbatches)
+        let (stream, config) = (&*self.executor.device.stream, self.config);
+        update_states(stream, config.policy.statistics, &self.code.state_updates, states, &samples, config.microbatches)
     }
 
     /// Updates parameters, given with their weights and gradients. Returns the new weights.
@@ -591,7 +547,7 @@ impl<'a> StageWorker<'a> {
             if step.in_place {
                 self.drop_weight(&weight);
             }
-            if self.keeps_gradients {
+            if self.config.keeps_gradients {
                 self.gradients.push((parameter, scaled_copy(device, dtype, &gradient, scale)?));
             }
             steps.push(ParameterStep { parameter, weight, gradient, args });

@@ -42,8 +42,8 @@ impl StageWorker<'_> {
                 continue;
             }
             let Some(step) = self.late_weights[index].steps.pop_front() else { break };
-            let (p, tied) = (self.late_weights[index].parameter, &mut self.tied[self.late_weights[index].tied]);
-            let (terms, own) = tied.wait(u64::from(step.round) + 1, &self.executor.device)?;
+            let (p, tied) = (self.late_weights[index].parameter, &self.tied[self.late_weights[index].tied]);
+            let (terms, own) = tied.wait(u64::from(step.round) + 1)?;
             let is_sent = tied.communicator.has_remote_members();
             let (dtype, is_pooled) = (self.code.parameters[p].fact.dtype, self.shard_stream.is_none());
             let total = sum_terms(&self.executor.device, dtype, terms, is_pooled)?;
@@ -56,7 +56,7 @@ impl StageWorker<'_> {
                 self.executor.device.give(term);
             }
             if let Some(total) = total {
-                let factor = match self.policy.clip_norm {
+                let factor = match self.config.policy.clip_norm {
                     None => 1.0,
                     Some(clip) => {
                         let tensors = [(accumulation_type(dtype), total.region())];
@@ -65,7 +65,7 @@ impl StageWorker<'_> {
                     }
                 };
                 let weight = std::mem::replace(&mut self.late_weights[index].weight, Arc::new(Buffer::empty()));
-                if self.keeps_gradients {
+                if self.config.keeps_gradients {
                     self.gradients.retain(|(parameter, _)| *parameter != p);
                 }
                 // In-flight micro-batches may still use it.

@@ -7,14 +7,12 @@ use crate::checkpoint::StageSnapshot as CheckpointPart;
 use crate::checkpoint::barrier::MinibatchBarrier;
 use crate::checkpoint::points::Cuts;
 use crate::comm::channel::{Incoming, Message, Outgoing};
-use crate::comm::communicator::CollectiveError;
+use crate::comm::communicator::{CollectiveError, Communicator};
 use crate::data::Batches;
 use crate::device::buffer::Buffer;
 use crate::device::memory_counter::MemoryCounter;
 use crate::exec::phase::RoundPosition;
-use crate::optim::grad_norm::{LossScale, NormAllReduce, clip_factor};
-use crate::optim::optimizer::Optimizer;
-use crate::optim::policy::Policy;
+use crate::optim::grad_norm::{LossScale, Squares, clip_factor, sum_of_squares};
 use crate::stage::gradient_buckets::PostedBucket;
 use crate::stage::lag::Lag;
 use crate::stage::optimizer_step::OptimizerStep;
@@ -45,10 +43,9 @@ pub struct WorkerContext<'a> {
     pub outgoing: HashMap<Key, Outgoing>,
     pub incoming: HashMap<Key, Incoming>,
     pub batches: &'a Batches,
-    pub optimizer: &'a Optimizer,
-    pub policy: Policy,
+    pub config: StageConfig<'a>,
     /// Norm all-reduce of all workers before a step, for clipping or loss scaling.
-    pub norms: Option<NormAllReduce>,
+    pub norms: Option<Arc<Communicator<Squares>>>,
     pub scales_loss: bool,
     /// Receiver of losses, steps and checkpoints.
     pub events: Sender<Event>,
@@ -58,8 +55,6 @@ pub struct WorkerContext<'a> {
     pub progress: Arc<Vec<AtomicU32>>,
     /// This worker's place in `progress`.
     pub global_rank: usize,
-    /// Return the averaged gradients of the last step.
-    pub keep_gradients: bool,
     /// Checkpoint positions, if checkpoints are made.
     pub checkpoints: Option<CheckpointPlan<'a>>,
     /// Loss-scaling state of a resumed run: scale and number of good steps.
@@ -172,21 +167,11 @@ pub fn run(mut context: WorkerContext<'_>) -> Result<WorkerResult, WorkerError> 
     let instructions = &context.program.workers[context.id.index()].instructions;
     let (counter, snapshot_counter) = (Arc::<MemoryCounter>::default(), Arc::<MemoryCounter>::default());
     let setups = std::mem::take(&mut context.stages);
-    let config = StageConfig {
-        optimizer: context.optimizer,
-        policy: context.policy,
-        microbatches: context.program.microbatches,
-        flushes: context.program.schedule.flushes(),
-        keeps_gradients: context.keep_gradients,
-        window: match context.checkpoints {
-            Some(_) => context.program.stages.iter().map(|stage| stage.cap).max().unwrap_or(0) + 1,
-            None => 0,
-        },
-    };
-    let stage_workers = setups.into_iter().map(|setup| StageWorker::new(setup, config, (&counter, &snapshot_counter)));
+    let (config, counters) = (context.config, (&counter, &snapshot_counter));
+    let stage_workers = setups.into_iter().map(|setup| StageWorker::new(setup, config, counters));
     let stage_workers = stage_workers.collect::<Result<_, _>>();
     let stage_workers = stage_workers.map_err(|fault| WorkerError::Device { worker: name.clone(), fault })?;
-    let scaling = context.policy.loss_scaling;
+    let scaling = context.config.policy.loss_scaling;
     let scale = context.scale.map_or(LossScale::new(scaling), |saved| LossScale::resumed(scaling, saved));
     let (rule, scale) = (Rule::of(context.program), context.scales_loss.then_some(scale));
     let mut worker = Worker {
@@ -509,7 +494,7 @@ impl<'a> Worker<'a> {
     /// The factor on the averaged gradients of this step; `None` skips it. The first step of a round blocks for all
     /// workers if they share a norm.
     fn factor(&mut self, index: usize, stage: StageId, round: u32, count: u32) -> Result<Option<f64>, WorkerError> {
-        let clip = self.context.policy.clip_norm;
+        let clip = self.context.config.policy.clip_norm;
         let count = f64::from(count.max(1));
         let Some(norms) = &self.context.norms else {
             let Some(clip) = clip else { return Ok(Some(1.0)) };
@@ -521,7 +506,8 @@ impl<'a> Worker<'a> {
         }
         let squares = self.stage_workers.iter().map(|stage_worker| stage_worker.squares(round));
         let squares = squares.collect::<Result<Vec<_>, _>>().map_err(|fault| failed(&self.name, fault))?;
-        let sum = norms.sum(round, squares.concat()).map_err(|fault| failed(&self.name, fault))?;
+        let sum = sum_of_squares(norms, self.context.id.index(), round, squares.concat())
+            .map_err(|fault| failed(&self.name, fault))?;
         let scale = self.scale.map_or(1.0, |scale| scale.value);
         let is_finite = sum.is_finite() || self.scale.is_none();
         let clip_factor = clip.map_or(1.0, |clip| clip_factor(clip, sum.sqrt() / (count * scale)));
@@ -601,9 +587,9 @@ impl<'a> Worker<'a> {
         let minibatch = round.saturating_mul(minibatches);
         let staleness_rate = match program.schedule.stashes() {
             true => 1.0,
-            false => self.context.policy.staleness.rate(program.stages[stage.index()].cap - 1, minibatch),
+            false => self.context.config.policy.staleness.rate(program.stages[stage.index()].cap - 1, minibatch),
         };
-        self.context.optimizer.rate.factor(minibatch, total) * staleness_rate
+        self.context.config.optimizer.rate.factor(minibatch, total) * staleness_rate
     }
 
     fn now(&self) -> f64 {

@@ -10,7 +10,6 @@
 use crate::comm::all_reduce::{AllReduce, in_one_process};
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::Communicator;
-use crate::comm::device_all_reduce::DeviceAllReduce;
 use crate::comm::tensor_group::{GroupRank, Layouts, TensorComm};
 use crate::device::api::Device;
 use crate::device::cpu::device::cpu;
@@ -20,8 +19,8 @@ use crate::optim::grad_norm::Squares;
 use crate::process::exchange::Exchange;
 use crate::process::run_status::LinkError;
 use crate::process::wire::{Contribution, ContributionForm, SharesForm, SquaresForm, TermsForm};
-use crate::stage::gradient_buckets::ReplicaGradients;
-use crate::stage::shard_versions::ShardComm;
+use crate::stage::gradient_buckets::BucketContribution;
+use crate::stage::stage_comms::StageComms;
 use crate::stage::tied_parameter::{TiedGradientComm, TiedParameter};
 use crate::stage::worker::Key;
 use crate::train::error::TrainError;
@@ -53,10 +52,7 @@ pub struct RankChannels {
     /// For the gradient norm, if all workers share one.
     pub norms: Option<Arc<Communicator<Squares>>>,
     pub ends: HashMap<WorkerId, Ends>,
-    /// By stage, like the following.
-    pub replicas: Vec<Arc<Communicator<ReplicaGradients>>>,
-    pub all_reduces: Vec<Option<Arc<dyn AllReduce>>>,
-    pub zero: Vec<ZeroCommunicators>,
+    pub stages: Vec<StageComms>,
 }
 
 impl RankChannels {
@@ -67,7 +63,6 @@ impl RankChannels {
         mut context: RankContext<'_, '_>,
     ) -> Result<RankChannels, TrainError> {
         let (program, context) = (training.program, &mut context);
-        let stages = 0..program.stages.len();
         let ties = ties(training, context)?;
         let norms = shares_norm.then(|| {
             let workers: Vec<usize> = (0..program.workers.len()).collect();
@@ -76,12 +71,18 @@ impl RankChannels {
         });
         let norms = norms.transpose()?;
         let ends = channels(training, context)?;
-        let replicas =
-            stages.clone().map(|stage| replica_communicator(training, stage, context)).collect::<Result<_, _>>()?;
-        let all_reduces = stages.clone().map(|stage| replica_all_reduce(program, stage, context));
-        let all_reduces = all_reduces.collect::<Result<_, _>>()?;
-        let zero = stages.map(|stage| zero_communicators(training, stage, &ties, context)).collect::<Result<_, _>>()?;
-        Ok(RankChannels { ties, norms, ends, replicas, all_reduces, zero })
+        let replicas = (0..program.stages.len()).map(|stage| {
+            let replicas = replica_communicator(training, stage, context)?;
+            Ok(StageComms { replicas, all_reduce: None, shard_comm: None, norms: None, gradient_shards: None })
+        });
+        let mut stages = replicas.collect::<Result<Vec<_>, LinkError>>()?;
+        for (stage, comms) in stages.iter_mut().enumerate() {
+            comms.all_reduce = replica_all_reduce(program, stage, context)?;
+        }
+        for (stage, comms) in stages.iter_mut().enumerate().filter(|(stage, _)| program.stages[*stage].zero > 0) {
+            open_zero(training, stage, &ties, context, comms)?;
+        }
+        Ok(RankChannels { ties, norms, ends, stages })
     }
 }
 
@@ -168,13 +169,12 @@ fn global(rank: GroupRank, workers: &[usize]) -> Vec<usize> {
     workers.iter().map(|worker| rank.global(*worker)).collect()
 }
 
-/// What a stage's replicas exchange in each round: gradients, or with an all-reduce in place only which ones there are; and
-/// samples of moving averages.
+/// What a stage's replicas exchange in each round: which gradients there are, and samples of moving averages.
 fn replica_communicator(
     training: &TrainJob<'_>,
     stage: usize,
     context: &mut RankContext<'_, '_>,
-) -> Result<Arc<Communicator<ReplicaGradients>>, LinkError> {
+) -> Result<Arc<Communicator<BucketContribution>>, LinkError> {
     let program = training.program;
     let program_stage = &program.stages[stage];
     let members = members(program, stage);
@@ -184,15 +184,13 @@ fn replica_communicator(
     open_communicator(context, &members, form, collectives(program, stage, program.items.saturating_add(1)))
 }
 
-/// The all-reduce in place of a stage's replicas. Replicas in several processes always have one; those of one process have
-/// one if their devices can access each other's memory.
+/// The all-reduce in place of a stage's replicas; `None` for one alone, and if all are in other processes.
 fn replica_all_reduce(
     program: &Program,
     stage: usize,
     context: &mut RankContext<'_, '_>,
 ) -> Result<Option<Arc<dyn AllReduce>>, TrainError> {
-    let workers = members(program, stage);
-    let ranks = global(context.rank, &workers);
+    let ranks = global(context.rank, &members(program, stage));
     if let Some(exchange) = context.exchange
         && let Some(pipelined) = exchange.all_reduce(&ranks, collectives(program, stage, versions(program)))?
     {
@@ -202,7 +200,8 @@ fn replica_all_reduce(
     if !ranks.iter().all(is_here) {
         return Ok(None);
     }
-    Ok(in_one_process(&devices_of(context, &workers))?)
+    let devices: Vec<_> = ranks.iter().map(|rank| device_of(context.devices, *rank)).collect();
+    Ok(in_one_process(&devices)?)
 }
 
 /// Sequence numbers of a stage's collectives are below this, with `rounds` rounds or versions of all buckets.
@@ -215,51 +214,34 @@ fn versions(program: &Program) -> u32 {
     program.items.saturating_add(2)
 }
 
-/// The devices of these workers of this process.
-fn devices_of(context: &RankContext<'_, '_>, workers: &[usize]) -> Vec<Arc<dyn Device>> {
-    global(context.rank, workers).iter().map(|rank| device_of(context.devices, *rank)).collect()
-}
-
 /// The device of a rank: ranks take the devices in turn. Without devices, the CPU.
 pub fn device_of(devices: &[Arc<dyn Device>], rank: usize) -> Arc<dyn Device> {
     if devices.is_empty() { cpu() } else { devices[rank % devices.len()].clone() }
 }
 
-/// The ZeRO communicators of a stage; all `None` without ZeRO.
-pub struct ZeroCommunicators {
-    pub shard_comm: Option<Arc<ShardComm>>,
-    /// For gradient norms, unless all workers share one norm.
-    pub norms: Option<Arc<Communicator<Squares>>>,
-    /// For gradients accumulated in shards, under ZeRO 2 and 3.
-    pub gradient_shards: Option<Arc<GradientShards>>,
-}
-
-/// Creates the ZeRO communicators of a stage.
-fn zero_communicators(
+/// Opens the ZeRO communicators of a stage.
+fn open_zero(
     training: &TrainJob<'_>,
     stage: usize,
     ties: &[Tie],
     context: &mut RankContext<'_, '_>,
-) -> Result<ZeroCommunicators, LinkError> {
+    comms: &mut StageComms,
+) -> Result<(), LinkError> {
     let (program, code) = (training.program, &training.codes[stage]);
-    let program_stage = &program.stages[stage];
-    if program_stage.zero == 0 {
-        return Ok(ZeroCommunicators { shard_comm: None, norms: None, gradient_shards: None });
-    }
     let members = members(program, stage);
     let gradient_bytes = |named: &NamedTensor| named.gradient().1;
     let form = || SharesForm {
         max_bytes: code.parameters.iter().map(gradient_bytes).cycle().take(2 * code.parameters.len()).collect(),
     };
-    let shard_comm = open_communicator(context, &members, form, collectives(program, stage, versions(program)))?;
-    let needs_norms = training.policy.clip_norm.is_some() && !program.schedule.flushes();
-    let names = norm_count(training);
-    let norms =
-        needs_norms.then(|| open_communicator(context, &members, || SquaresForm { names }, versions(program).into()));
-    let norms = norms.transpose()?;
+    comms.shard_comm =
+        Some(open_communicator(context, &members, form, collectives(program, stage, versions(program)))?);
+    if training.policy.clip_norm.is_some() && !program.schedule.flushes() {
+        let form = || SquaresForm { names: norm_count(training) };
+        comms.norms = Some(open_communicator(context, &members, form, versions(program).into())?);
+    }
     let rank = context.rank;
-    let gradient_shards = match context.exchange {
-        _ if program_stage.zero < 2 => None,
+    comms.gradient_shards = match context.exchange {
+        _ if program.stages[stage].zero < 2 => None,
         Some(exchange) => {
             let tied = members.first().map(|first| tied_parameters(ties, code, (*first, stage))).unwrap_or_default();
             let shard = shard_range(program, stage, 0, code, &tied);
@@ -267,7 +249,7 @@ fn zero_communicators(
         }
         None => Some(Arc::new(GradientShards::new(RemoteReplicas::none(members.len())))),
     };
-    Ok(ZeroCommunicators { shard_comm: Some(shard_comm), norms, gradient_shards })
+    Ok(())
 }
 
 /// The parameter shards of one replica. Tied parameters are not sharded.
@@ -319,7 +301,6 @@ pub struct Tie {
     members: Vec<(usize, usize)>,
     communicator: Arc<TiedGradientComm>,
     holders: Vec<StageId>,
-    all_reduce: Option<Arc<dyn AllReduce>>,
 }
 
 /// Finds the tied parameters. Rejects those whose copies could not be kept equal.
@@ -358,13 +339,7 @@ fn ties(training: &TrainJob<'_>, context: &mut RankContext<'_, '_>) -> Result<Ve
         let communicator =
             open_communicator(context, &workers, || terms_form(training, name), u64::from(program.items) + 2)?;
         let holders = if schedule.flushes() { Vec::new() } else { stages.iter().map(|s| StageId(*s as u32)).collect() };
-        // Tied gradients may come from other processes, as whole buffers. Plans count a sum over the stages beside them.
-        let all_reduce = match context.exchange {
-            Some(_) => None,
-            None => DeviceAllReduce::new(&devices_of(context, &workers))?,
-        };
-        let all_reduce = all_reduce.map(|all_reduce| Arc::new(all_reduce) as Arc<dyn AllReduce>);
-        ties.push(Tie { name: name.to_string(), members, communicator, holders, all_reduce });
+        ties.push(Tie { name: name.to_string(), members, communicator, holders });
     }
     Ok(ties)
 }
@@ -387,14 +362,7 @@ pub fn tied_parameters(ties: &[Tie], code: &StageCode, holder: (usize, usize)) -
     let tied_parameter = |tie: &Tie| {
         let member = tie.members.iter().position(|member| *member == holder)?;
         let parameter = code.parameters.iter().position(|p| p.name == tie.name)?;
-        Some(TiedParameter {
-            parameter,
-            member,
-            communicator: tie.communicator.clone(),
-            holders: tie.holders.clone(),
-            all_reduce: tie.all_reduce.clone(),
-            reducing: HashMap::new(),
-        })
+        Some(TiedParameter { parameter, member, communicator: tie.communicator.clone(), holders: tie.holders.clone() })
     };
     ties.iter().filter_map(tied_parameter).collect()
 }

@@ -1,8 +1,9 @@
 //! Prepares a run: binds symbolic dimensions, attaches the loss, compiles stages, generates and checks the program.
 
+use crate::comm::tensor_group::Layouts;
 use crate::device::api::Device;
 use crate::device::cpu::device::cpu;
-use crate::exec::compile::{PassOptions, Recomputation, compile_parts};
+use crate::exec::compile::{PassOptions, Recomputation, compile_with};
 use crate::exec::compile_error::CompileError;
 use crate::exec::stage_code::StageCode;
 use crate::train::run::{placement, with_edges};
@@ -21,6 +22,7 @@ use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Pipeline, Program, ScheduleError, StageSpec};
 use compiler::tensor::DType;
 use compiler::tensor::dim::Bindings;
+use compiler::tensor_parallel::cost::Machine;
 use std::collections::HashMap;
 use thiserror::Error;
 
@@ -69,6 +71,8 @@ pub struct Prepared {
     /// The graph with concrete shapes and its loss.
     pub graph: Graph,
     pub codes: Vec<StageCode>,
+    /// The sharding of each parameter, with tensor parallelism.
+    pub layouts: Layouts,
     pub program: Program,
     /// The pipeline that the program was generated for.
     pub pipeline: Pipeline,
@@ -84,9 +88,20 @@ pub fn prepare(
     pipeline: Pipeline,
     settings: &Settings,
 ) -> Result<Prepared, PrepareError> {
+    prepare_shared(graph, stages, pipeline, settings, None)
+}
+
+/// Like [`prepare`], with stages that a group like `machine` shares.
+pub fn prepare_shared(
+    graph: &Graph,
+    stages: &[usize],
+    pipeline: Pipeline,
+    settings: &Settings,
+    machine: Option<&Machine>,
+) -> Result<Prepared, PrepareError> {
     let generate = |pipeline: &Pipeline| schedule(settings.schedule, pipeline, settings.count);
-    let target = RunTarget { device: &*cpu(), splits: settings.schedule.splits_backward(), program: &generate };
-    prepare_with(graph, stages, pipeline, settings, target)
+    let splits = settings.schedule.splits_backward();
+    prepare_with(graph, stages, pipeline, settings, RunTarget { device: &*cpu(), splits, program: &generate, machine })
 }
 
 /// What a run is compiled for.
@@ -98,43 +113,23 @@ pub struct RunTarget<'a> {
     pub splits: bool,
     /// Generates the program for the pipeline with its edges.
     pub program: &'a dyn Fn(&Pipeline) -> Result<Program, ScheduleError>,
+    /// The tensor-parallel group that shares every stage.
+    pub machine: Option<&'a Machine>,
 }
 
-/// Like [`prepare`], for a device and a program of the caller.
+/// Like [`prepare`], for a target of the caller.
 pub fn prepare_with(
     graph: &Graph,
     stages: &[usize],
     pipeline: Pipeline,
     settings: &Settings,
-    RunTarget { device, splits, program }: RunTarget<'_>,
+    RunTarget { device, splits, program, machine }: RunTarget<'_>,
 ) -> Result<Prepared, PrepareError> {
     let microbatches = settings.count.microbatches;
     let batches_grads_of =
         |stage: &StageSpec| joins(microbatches.div_ceil(stage.replicas.max(1)), stage.replicas, stage.zero);
-    let batches_weight_grads: Vec<bool> = pipeline.stages.iter().map(batches_grads_of).collect();
-    let joins = |stage: usize| batches_weight_grads[stage];
-    let mut compile =
-        |graph: &Graph, stage_of: &HashMap<NodeId, usize>, stages, loss: &str, recomputation: &Recomputation| {
-            let options = PassOptions { device, splits, joins: &joins, recomputation };
-            compile_parts(graph, stage_of, stages, Some(loss), options)
-        };
-    prepare_by(graph, stages, pipeline, settings, program, &mut compile)
-}
-
-/// Compiles a graph, given the stage of every op, the number of stages, the name of the loss output and what recomputed
-/// stages save and repeat.
-pub type Compile<'a> = dyn FnMut(&Graph, &HashMap<NodeId, usize>, usize, &str, &Recomputation) -> Result<Vec<StageCode>, CompileError>
-    + 'a;
-
-/// Like [`prepare_with`], with a custom stage compiler.
-pub fn prepare_by(
-    graph: &Graph,
-    stages: &[usize],
-    pipeline: Pipeline,
-    settings: &Settings,
-    program: &dyn Fn(&Pipeline) -> Result<Program, ScheduleError>,
-    compile: &mut Compile<'_>,
-) -> Result<Prepared, PrepareError> {
+    let batches_weight_grads: Vec<bool> =
+        pipeline.stages.iter().map(|stage| machine.is_none() && batches_grads_of(stage)).collect();
     let bound = bind(graph, &settings.dims)?;
     if let Some(symbol) = symbols(&bound).into_iter().next() {
         return Err(PrepareError::Open { symbol });
@@ -153,14 +148,22 @@ pub fn prepare_by(
     let means = settings.minibatch_means.then(|| by_minibatch(&mut training_graph, loss)).flatten();
     let stage_of = placement(&bound, &training_graph, stages);
     let recomputation = recomputation(&bound, &training_graph, &stage_of, &pipeline);
-    let mut codes = compile(&training_graph, &stage_of, pipeline.stages.len(), loss_name, &recomputation)?;
+    let options = PassOptions {
+        device,
+        splits,
+        joins: &|stage| batches_weight_grads[stage],
+        recomputation: &recomputation,
+        machine,
+    };
+    let (mut codes, layouts) =
+        compile_with(&training_graph, &stage_of, pipeline.stages.len(), Some(loss_name), options)?;
     let pipeline = with_edges(pipeline, &codes);
     let program = program(&pipeline)?;
     check(&program).map_err(PrepareError::Program)?;
     for (code, stage) in codes.iter_mut().zip(&program.stages) {
         code.recompute = stage.recompute && !code.recomputes_parts;
     }
-    Ok(Prepared { graph: training_graph, codes, program, pipeline, means })
+    Ok(Prepared { graph: training_graph, codes, layouts, program, pipeline, means })
 }
 
 /// What recomputed stages repeat and save: their first ops by part, and the others. The loss is not an op of the plan.

@@ -1,7 +1,6 @@
 //! Trains compiled stages under a program: one thread per worker, until all instructions have run.
 
 use crate::checkpoint::resume_point::ResumePoint;
-use crate::comm::all_reduce::AllReduce;
 use crate::comm::communicator::Communicator;
 use crate::comm::tensor_group::{GroupRank, Layouts, TensorRank};
 use crate::device::api::Device;
@@ -10,18 +9,14 @@ use crate::device::error::DeviceError;
 use crate::device::layout::{accumulation_type, is_half};
 use crate::exec::evaluate::buffers;
 use crate::exec::stage_code::{NamedTensor, StageCode};
-use crate::optim::grad_norm::{NormAllReduce, Squares, shard_number};
+use crate::optim::grad_norm::{Squares, shard_number};
 use crate::optim::optimizer::is_trainable;
 use crate::process::exchange::Exchange;
 use crate::process::placement::rank_name;
 use crate::process::process_group::Group;
 use crate::process::run_status::FailureCause;
 use crate::process::tensor_links::transport;
-use crate::stage::gradient_buckets::ReplicaGradients;
-use crate::stage::saved_weights::Checkpoint;
-use crate::stage::shard_versions::ShardComm;
-use crate::stage::stage_worker::StageSetup;
-use crate::stage::tied_parameter::TiedGradientComm;
+use crate::stage::stage_worker::{StageConfig, StageSetup};
 use crate::stage::worker;
 use crate::stage::worker::{CheckpointPlan, Event, WorkerContext};
 use crate::train::channels::{
@@ -33,7 +28,6 @@ use crate::train::losses::LossTracker;
 use crate::train::results::{collect, finish, join};
 use crate::train::resume::check_states as check_read_states;
 use crate::train::validate::{check_instructions, check_parts, check_policy, check_states};
-use crate::zero::gradient_shards::GradientShards;
 use compiler::graph::{Graph, order};
 use compiler::op::NodeId;
 use compiler::pass::loss::{LOSS, LOSS_SCALE};
@@ -122,15 +116,6 @@ pub fn check_weights(codes: &[StageCode], weights: &BTreeMap<String, Tensor>) ->
 /// are rejected. A non-finite loss ends the run with [`TrainError::Diverged`].
 pub fn train(training: &TrainJob<'_>, on_step: &mut dyn FnMut(StepDone)) -> Result<Trained, TrainError> {
     run(training, RunOptions::default(), on_step)
-}
-
-/// Like [`train`], with a receiver for the program's checkpoints.
-pub fn train_with_checkpoints(
-    training: &TrainJob<'_>,
-    on_step: &mut dyn FnMut(StepDone),
-    on_checkpoint: &mut dyn FnMut(Checkpoint),
-) -> Result<Trained, TrainError> {
-    run(training, RunOptions { on_checkpoint: Some(on_checkpoint), ..RunOptions::default() }, on_step)
 }
 
 /// True if all workers share a gradient norm before they step.
@@ -263,7 +248,7 @@ pub fn run_ranks(
                 .get(w)
                 .map(|group| Arc::new(TensorRank::new(group.clone(), rank.rank, degree, ranks.layouts.clone())));
             let setup = |stage: StageId| -> Result<StageSetup<'_>, TrainError> {
-                let (code, zero) = (&training.codes[stage.index()], &channels.zero[stage.index()]);
+                let code = &training.codes[stage.index()];
                 let tied = tied_parameters(&channels.ties, code, (w, stage.index()));
                 let shard = shard_range(program, stage.index(), worker.replica, code, &tied);
                 let number = |(p, named): (usize, &NamedTensor)| {
@@ -288,14 +273,7 @@ pub fn run_ranks(
                     ends_with_round: has_no_staleness(program, stage),
                     states: buffers("state", &code.states, training.weights, &*device)?,
                     buckets: program.stages[stage.index()].buckets,
-                    replicas: channels.replicas[stage.index()].clone(),
-                    all_reduce: channels.all_reduces[stage.index()].clone(),
-                    shard_comm: zero.shard_comm.clone(),
-                    gradient_shards: zero.gradient_shards.clone(),
-                    norms: zero
-                        .norms
-                        .clone()
-                        .map(|communicator| NormAllReduce { communicator, member: worker.replica as usize }),
+                    comms: channels.stages[stage.index()].clone(),
                     shard,
                     tied,
                     replica: worker.replica as usize,
@@ -313,20 +291,28 @@ pub fn run_ranks(
                 outgoing,
                 incoming,
                 batches: training.batches,
-                optimizer: training.optimizer,
-                policy: training.policy,
-                norms: channels.norms.clone().map(|communicator| NormAllReduce { communicator, member: w }),
+                config: StageConfig {
+                    optimizer: training.optimizer,
+                    policy: training.policy,
+                    microbatches: program.microbatches,
+                    flushes: program.schedule.flushes(),
+                    keeps_gradients: training.keep_gradients,
+                    window: match checkpoints {
+                        Some(_) => program.stages.iter().map(|stage| stage.cap).max().unwrap_or(0) + 1,
+                        None => 0,
+                    },
+                },
+                norms: channels.norms.clone(),
                 scales_loss,
                 events: if rank.rank == 0 { events.clone() } else { discarded.clone() },
                 epoch,
                 progress: progress.clone(),
                 global_rank,
-                keep_gradients: training.keep_gradients,
                 checkpoints: checkpoints.clone(),
                 scale: start.and_then(|start| start.scale),
                 is_stopped: &is_stopped,
             };
-            contexts.push((context, tensor_rank));
+            contexts.push(context);
         }
     }
     drop((events, discarded, checkpoints));
@@ -345,28 +331,12 @@ pub fn run_ranks(
         };
         let threads: Vec<_> = contexts
             .into_iter()
-            .map(|(context, tensor_rank)| {
+            .map(|context| {
                 let (global_rank, name) = (context.global_rank, context.name.clone());
                 // If a worker ends early, no peer may wait for it in a communicator.
-                let tied =
-                    context.stages.iter().flat_map(|setup| &setup.tied).map(|t| t.communicator.clone()).collect();
-                let replicas = context.stages.iter().map(|setup| setup.replicas.clone()).collect();
-                let all_reduces = context.stages.iter().filter_map(|setup| setup.all_reduce.clone()).collect();
-                let shard_comms = context.stages.iter().filter_map(|setup| setup.shard_comm.clone()).collect();
-                let gradient_shards = context.stages.iter().filter_map(|setup| setup.gradient_shards.clone()).collect();
-                let stage_norms = context.stages.iter().filter_map(|setup| setup.norms.as_ref());
-                let norms = context.norms.iter().chain(stage_norms).map(|norms| norms.communicator.clone()).collect();
-                let blame = exchange.as_ref().map(Exchange::blame);
-                let guard = AbandonGuard {
-                    replicas,
-                    all_reduces,
-                    shard_comms,
-                    gradient_shards,
-                    tied,
-                    norms,
-                    blame,
-                    tensor_rank,
-                };
+                let abandon = context.stages.iter().map(abandon_stage).collect();
+                let (norms, blame) = (context.norms.clone(), exchange.as_ref().map(Exchange::blame));
+                let guard = AbandonGuard { abandon, norms, blame };
                 let body = move || {
                     let outcome = worker::run(context);
                     match (&outcome, &guard.blame) {
@@ -418,14 +388,10 @@ pub fn run_ranks(
 
 /// Fails all waits of peers for this worker, unless it finished.
 struct AbandonGuard {
-    replicas: Vec<Arc<Communicator<ReplicaGradients>>>,
-    all_reduces: Vec<Arc<dyn AllReduce>>,
-    shard_comms: Vec<Arc<ShardComm>>,
-    gradient_shards: Vec<Arc<GradientShards>>,
-    tied: Vec<Arc<TiedGradientComm>>,
-    norms: Vec<Arc<Communicator<Squares>>>,
+    /// By stage.
+    abandon: Vec<Box<dyn Fn() + Send>>,
+    norms: Option<Arc<Communicator<Squares>>>,
     blame: Option<FailureCause>,
-    tensor_rank: Option<Arc<TensorRank>>,
 }
 
 impl Drop for AbandonGuard {
@@ -433,14 +399,20 @@ impl Drop for AbandonGuard {
         if let Some(blame) = self.blame.as_ref().filter(|_| std::thread::panicking()) {
             blame.end("it panicked");
         }
-        self.replicas.iter().for_each(|r| r.abandon());
-        self.all_reduces.iter().for_each(|a| a.abandon());
-        self.shard_comms.iter().for_each(|b| b.abandon());
-        self.gradient_shards.iter().for_each(|s| s.abandon());
-        self.tied.iter().for_each(|t| t.abandon());
-        self.norms.iter().for_each(|n| n.abandon());
-        self.tensor_rank.iter().for_each(|tensor_rank| tensor_rank.abandon());
+        self.abandon.iter().for_each(|abandon| abandon());
+        self.norms.iter().for_each(|norms| norms.abandon());
     }
+}
+
+/// What fails all waits for a worker's part in the collectives of a stage.
+fn abandon_stage(setup: &StageSetup<'_>) -> Box<dyn Fn() + Send> {
+    let (comms, tensor_rank) = (setup.comms.clone(), setup.tensor_rank.clone());
+    let tied: Vec<_> = setup.tied.iter().map(|tied| tied.communicator.clone()).collect();
+    Box::new(move || {
+        comms.abandon();
+        tied.iter().for_each(|tied| tied.abandon());
+        tensor_rank.iter().for_each(|tensor_rank| tensor_rank.abandon());
+    })
 }
 
 /// The `f32` master weights of a 16-bit parameter.

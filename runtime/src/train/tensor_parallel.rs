@@ -9,24 +9,17 @@
 use crate::checkpoint::StageSnapshot;
 use crate::checkpoint::resume_point::ResumePoint;
 use crate::comm::tensor_group::{GroupRank, Layouts};
-use crate::device::cpu::device::cpu;
-use crate::exec::compile::{PassOptions, compile_tensor_parallel};
-use crate::exec::compile_error::CompileError;
 use crate::process::placement::WorkerPlacement;
 use crate::process::process_group::Group;
 use crate::process::run_status::{LinkError, RunStatus};
 use crate::stage::saved_weights::Checkpoint;
 use crate::train::error::TrainError;
 use crate::train::job::{RunOptions, StepDone, TrainJob, Trained};
-use crate::train::prepare::{PrepareError, Prepared, RunTarget, Settings, prepare_by};
 use crate::train::run::{RankInputs, TensorRanks, run_ranks};
 use crate::train::shard_gatherer::{GatherError, ShardGatherer};
 use crate::train::tensor_shards::{join_shards, shard_resume_point, shard_tensors};
-use compiler::graph::Graph;
-use compiler::schedule::generators::schedule;
-use compiler::schedule::{Pipeline, Program, WorkerProgram};
+use compiler::schedule::{Program, WorkerProgram};
 use compiler::tensor::Tensor;
-use compiler::tensor_parallel::cost::Machine;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use thiserror::Error;
@@ -44,70 +37,11 @@ pub enum TensorParallelError {
     Gather(#[from] GatherError),
 }
 
-/// Prepares a run whose stages are tensor-parallel over a group like `machine`.
-pub fn prepare_shared(
-    graph: &Graph,
-    stages: &[usize],
-    pipeline: Pipeline,
-    settings: &Settings,
-    machine: &Machine,
-) -> Result<(Prepared, Layouts), PrepareError> {
-    let generate = |pipeline: &Pipeline| schedule(settings.schedule, pipeline, settings.count);
-    let target = RunTarget { device: &*cpu(), splits: settings.schedule.splits_backward(), program: &generate };
-    prepare_shared_with(graph, stages, pipeline, settings, target, machine)
-}
-
-/// Like [`prepare_shared`], for a device and a program of the caller.
-pub fn prepare_shared_with(
-    graph: &Graph,
-    stages: &[usize],
-    pipeline: Pipeline,
-    settings: &Settings,
-    RunTarget { device, splits, program }: RunTarget<'_>,
-    machine: &Machine,
-) -> Result<(Prepared, Layouts), PrepareError> {
-    let mut layouts = Layouts::new();
-    let prepared =
-        prepare_by(graph, stages, pipeline, settings, program, &mut |graph, stage_of, stages, loss, recomputation| {
-            let (codes, parameter_layouts) = compile_tensor_parallel(
-                graph,
-                stage_of,
-                stages,
-                loss,
-                PassOptions { device, splits, joins: &|_| false, recomputation },
-                machine,
-            )?;
-            layouts = parameter_layouts;
-            Ok::<_, CompileError>(codes)
-        })?;
-    Ok((prepared, layouts))
-}
-
-/// Trains on every device of a group. Returns gathered weights; times are those of the first device.
-pub fn train_tensor_parallel(
-    training: &TrainJob<'_>,
-    layouts: &Layouts,
-    devices: usize,
-    on_step: &mut dyn FnMut(StepDone),
-) -> Result<Trained, TensorParallelError> {
-    run_shared(training, RunOptions::default(), (layouts, devices), on_step)
-}
-
-/// Like [`train_tensor_parallel`], with resume and checkpoint options. Checkpoints contain unsharded tensors.
-pub fn run_shared(
-    training: &TrainJob<'_>,
-    options: RunOptions<'_>,
-    sharding: (&Layouts, usize),
-    on_step: &mut dyn FnMut(StepDone),
-) -> Result<Trained, TensorParallelError> {
-    let trained = run_shared_in_group(training, options, sharding, on_step, None)?;
-    Ok(trained.expect("a process that runs all workers reports all"))
-}
-
 /// A rank's shards of the weights and of the checkpoint.
 type RankShards = (BTreeMap<String, Tensor>, Option<ResumePoint>);
 
-/// Like [`run_shared`] for the devices of this process in a process group. Process 0 gathers the shards of all devices.
+/// Trains on every device of a tensor-parallel group, or on those of this process in a process group. Checkpoints contain
+/// unsharded tensors. Process 0 gathers the shards of all devices; times are those of the first one.
 pub fn run_shared_in_group(
     training: &TrainJob<'_>,
     options: RunOptions<'_>,

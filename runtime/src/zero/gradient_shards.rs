@@ -23,8 +23,9 @@ use crate::zero::remote_replicas::{RemoteReplicas, ShardMessage};
 use crate::zero::shard::ShardRange;
 use crate::zero::weight_shards::WeightShards;
 use compiler::tensor::DType;
+use parking_lot::{Condvar, Mutex};
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// A gradient is copied to its owner in at most this many chunks, of at least so many bytes.
 const CHUNKS: usize = 32;
@@ -109,15 +110,10 @@ impl GradientShards {
         GradientShards { weights, remote, state, changed, receiver }
     }
 
-    // No code panics while it holds the lock with inconsistent state.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Registers a replica with its device, which will hold its shards, and its memory counter. It accepts gradients of
     /// rounds up to `last`.
     pub fn enter(&self, replica: usize, device: &Arc<dyn Device>, counter: &Arc<MemoryCounter>, last: u32) {
-        if let Some(owner) = self.lock().owners.get_mut(replica) {
+        if let Some(owner) = self.state.lock().owners.get_mut(replica) {
             *owner = Some(Owner { device: device.clone(), counter: counter.clone(), last });
         }
         self.remote.send_to_all(replica, || ShardMessage::Open { last });
@@ -126,7 +122,7 @@ impl GradientShards {
 
     /// A replica accepts gradients of rounds up to `last`, after freeing earlier rounds.
     pub fn open(&self, replica: usize, last: u32) {
-        if let Some(Some(owner)) = self.lock().owners.get_mut(replica) {
+        if let Some(Some(owner)) = self.state.lock().owners.get_mut(replica) {
             owner.last = last.max(owner.last);
         }
         self.remote.send_to_all(replica, || ShardMessage::Open { last });
@@ -135,7 +131,7 @@ impl GradientShards {
 
     /// A replica of another process accepts gradients of rounds up to `last`.
     pub fn open_remote(&self, replica: usize, last: u32) {
-        if let Some(newest) = self.lock().remote_last.get_mut(replica) {
+        if let Some(newest) = self.state.lock().remote_last.get_mut(replica) {
             *newest = Some(newest.map_or(last, |newest| newest.max(last)));
         }
         self.changed.notify_all();
@@ -143,7 +139,7 @@ impl GradientShards {
 
     /// The memory counter of a replica of this process, once it takes part.
     pub fn counter(&self, replica: usize) -> Option<Arc<MemoryCounter>> {
-        self.lock().owners.get(replica)?.as_ref().map(|owner| owner.counter.clone())
+        self.state.lock().owners.get(replica)?.as_ref().map(|owner| owner.counter.clone())
     }
 
     /// Accumulates a micro-batch's term after `before` predecessors of its round. `parameter` and `dtype` describe the
@@ -158,7 +154,7 @@ impl GradientShards {
         device: &DeviceContext,
     ) -> Result<(), CollectiveError> {
         let (replica_number, processes) = (shard.replica(), self.remote.processes());
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let owners = loop {
             if state.is_abandoned {
                 return Err(CollectiveError::PeerLost);
@@ -177,7 +173,7 @@ impl GradientShards {
             if is_free && sum.added == before && !sum.is_adding {
                 break state.owners.clone();
             }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut state);
         };
         // Only the micro-batch whose turn it is touches the sum, so the lock can be released.
         let mut shards = state.sums.get_mut(&term).map(Sum::begin).unwrap_or_default();
@@ -212,7 +208,7 @@ impl GradientShards {
 
     /// Returns the shards of a sum to which a micro-batch was added.
     fn end(&self, term: Term, shards: Vec<Option<Buffer>>) {
-        if let Some(sum) = self.lock().sums.get_mut(&term) {
+        if let Some(sum) = self.state.lock().sums.get_mut(&term) {
             (sum.shards, sum.added, sum.is_adding) = (shards, sum.added + 1, false);
         }
         self.changed.notify_all();
@@ -221,7 +217,7 @@ impl GradientShards {
     /// Adds gradients from other processes whose turn it is.
     fn add_early(&self, term: Term, device: &DeviceContext) -> Result<(), CollectiveError> {
         loop {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             let owners = state.owners.clone();
             let Some(sum) = state.sums.get_mut(&term).filter(|sum| !sum.is_adding) else { return Ok(()) };
             let Some(arrival) = sum.early.remove(&sum.added) else { return Ok(()) };
@@ -238,7 +234,7 @@ impl GradientShards {
                 })?;
             }
             self.end(term, shards);
-            self.lock().is_early.get_mut(from).into_iter().for_each(|is_early| *is_early = false);
+            self.state.lock().is_early.get_mut(from).into_iter().for_each(|is_early| *is_early = false);
             if let Some(local) = (0..owners.len()).find(|replica| self.remote.is_here(*replica)) {
                 self.remote.send_to(local, from, ShardMessage::Added { to: from });
             }
@@ -247,7 +243,7 @@ impl GradientShards {
 
     /// Takes a gradient from another process, after `before` predecessors of its round. Fails if it cannot be there.
     pub fn arrive(&self, term: Term, before: u32, arrival: Arrival) -> Result<(), CollectiveError> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let has_room = |(replica, _): &(usize, Arc<Buffer>)| {
             state.owners.get(*replica).is_some_and(|owner| owner.as_ref().is_some_and(|owner| term.round <= owner.last))
         };
@@ -265,7 +261,7 @@ impl GradientShards {
             return Err(CollectiveError::PeerLost);
         }
         drop(state);
-        let mut receiver = self.receiver.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut receiver = self.receiver.lock();
         if let (None, Some(device)) = (&*receiver, device) {
             *receiver = Some(DeviceContext::new(device, Arc::default())?);
         }
@@ -274,13 +270,18 @@ impl GradientShards {
 
     /// Another process has added a replica's last gradient.
     pub fn acknowledge(&self, replica: usize) {
-        self.lock().unacknowledged.get_mut(replica).into_iter().for_each(|count| *count = count.saturating_sub(1));
+        self.state
+            .lock()
+            .unacknowledged
+            .get_mut(replica)
+            .into_iter()
+            .for_each(|count| *count = count.saturating_sub(1));
         self.changed.notify_all();
     }
 
     /// Takes a replica's shard of a finished sum; none if no micro-batch has added to it.
     pub fn take(&self, term: Term, replica: usize) -> Option<Buffer> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let sum = state.sums.get_mut(&term)?;
         let shard = sum.shards.get_mut(replica).and_then(Option::take);
         if sum.shards.iter().all(Option::is_none) {
@@ -292,7 +293,7 @@ impl GradientShards {
     /// Fails all current and future waits, after a worker was lost.
     pub fn abandon(&self) {
         self.weights.abandon();
-        self.lock().is_abandoned = true;
+        self.state.lock().is_abandoned = true;
         self.changed.notify_all();
     }
 }
@@ -380,7 +381,7 @@ mod tests {
         let [first, second] = [0, 1].map(|replica| gradient_shards.take(term, replica).unwrap());
         assert_eq!([first.download().unwrap(), second.download().unwrap()].concat(), bytes(&expected));
         assert_eq!(ledgers.each_ref().map(|ledger| ledger.peak()), [4, 8]);
-        assert!(gradient_shards.take(term, 0).is_none() && gradient_shards.lock().sums.is_empty());
+        assert!(gradient_shards.take(term, 0).is_none() && gradient_shards.state.lock().sums.is_empty());
     }
 
     #[test]

@@ -139,16 +139,31 @@ impl StepHook for ShardStream {
         self.moments_of(phase).iter().any(|moment| !moment.is_empty())
     }
 
-    /// Gathers the parameters that a step reads and allocates the sums that begin with it.
-    fn before(
+    /// Gathers the parameters that a step reads and allocates the sums that begin with it. Afterwards frees what the next
+    /// step does not read, and adds finished sums to the owners' shards; this blocks until earlier micro-batches have
+    /// added theirs.
+    fn act(
         &self,
         code: &StageCode,
-        phase: RunPhase,
-        step: usize,
+        (phase, step): (RunPhase, usize),
+        is_done: bool,
         item: &mut Item,
         device: &DeviceContext,
     ) -> Result<(), CollectiveError> {
         let (moment, counter) = (&self.moments_of(phase)[step], device.ledger());
+        if is_done {
+            for &parameter in &moment.drops {
+                if let Some(gathered) = item.gathered.get_mut(parameter) {
+                    *gathered = None;
+                }
+            }
+            for &term in &moment.ends {
+                if let Some(sum) = item.sums[term].take() {
+                    self.add(code, term, item.position, &sum.buffer, device)?;
+                }
+            }
+            return Ok(());
+        }
         for &parameter in &moment.gathers {
             // A resumed run holds full weights for versions before its start.
             if item.weights[parameter].len() < code.parameters[parameter].bytes {
@@ -163,30 +178,6 @@ impl StepHook for ShardStream {
             let mut buffer = device.stream.allocate(accumulation_bytes(dtype, gradient_term.address.bytes))?;
             buffer.count_in(&counter);
             item.sums[term] = Some(Sum { buffer: Arc::new(buffer), is_begun: false });
-        }
-        Ok(())
-    }
-
-    /// Frees what the next step does not read, and adds finished sums to the owners' shards. Blocks until earlier
-    /// micro-batches have added theirs.
-    fn after(
-        &self,
-        code: &StageCode,
-        phase: RunPhase,
-        step: usize,
-        item: &mut Item,
-        device: &DeviceContext,
-    ) -> Result<(), CollectiveError> {
-        let moment = &self.moments_of(phase)[step];
-        for &parameter in &moment.drops {
-            if let Some(gathered) = item.gathered.get_mut(parameter) {
-                *gathered = None;
-            }
-        }
-        for &term in &moment.ends {
-            if let Some(sum) = item.sums[term].take() {
-                self.add(code, term, item.position, &sum.buffer, device)?;
-            }
         }
         Ok(())
     }

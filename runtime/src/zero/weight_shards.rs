@@ -11,8 +11,9 @@ use crate::device::context::DeviceContext;
 use crate::device::region::RegionMut;
 use crate::exec::executor::Weights;
 use crate::zero::remote_replicas::{RemoteReplicas, ShardMessage};
+use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// The shards of one version by replica, and the replicas that have released it.
 struct Version {
@@ -72,14 +73,9 @@ impl WeightShards {
         self.remote.processes.len()
     }
 
-    // No code panics while it holds the lock with inconsistent state.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Publishes a replica's shard of a version. Unsharded parameters are empty buffers.
     pub fn publish(&self, version: u32, replica: usize, shard: Weights) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let entry = state.versions.entry(version).or_insert_with(|| Version::new(self.replicas()));
         if let Some(slot) = entry.shards.get_mut(replica) {
             *slot = Some(shard);
@@ -105,7 +101,7 @@ impl WeightShards {
 
     /// A replica of another process asks for a shard, which it receives once it is published.
     pub fn request(&self, reader: usize, owner: usize, version: u32, parameter: usize) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if !self.answer(&state, (reader, owner), version, parameter) {
             state.requests.insert((reader, owner), (version, parameter));
         }
@@ -113,7 +109,7 @@ impl WeightShards {
 
     /// A shard that a replica has asked for has come. Returns false if none is expected.
     pub fn arrive(&self, reader: usize, owner: usize, shard: Arc<Buffer>) -> bool {
-        match self.lock().expected.get_mut(&(reader, owner)) {
+        match self.state.lock().expected.get_mut(&(reader, owner)) {
             Some(slot @ None) => *slot = Some(shard),
             _ => return false,
         }
@@ -123,14 +119,14 @@ impl WeightShards {
 
     /// A replica of another process has released a version.
     pub fn release_remote(&self, version: u32, replica: usize) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.versions.entry(version).or_insert_with(|| Version::new(self.replicas()));
         state.release(version, replica);
     }
 
     /// Releases a version for a replica. The last release frees it.
     pub fn release(&self, version: u32, replica: usize) {
-        let is_new = self.lock().release(version, replica);
+        let is_new = self.state.lock().release(version, replica);
         if is_new {
             self.remote.send_to_all(replica, || ShardMessage::Release { version });
         }
@@ -146,7 +142,7 @@ impl WeightShards {
     ) -> Result<(), CollectiveError> {
         let is_remote = |owner: &usize| self.remote.process(*owner).is_some();
         let remote_owners: Vec<usize> = (0..self.replicas()).filter(is_remote).collect();
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         for &owner in &remote_owners {
             state.expected.insert((reader, owner), None);
             self.remote.send_to(reader, owner, ShardMessage::Read { version, parameter, of: owner });
@@ -161,7 +157,7 @@ impl WeightShards {
             };
             match (0..self.replicas()).map(shard_of).collect() {
                 Some(shards) => break shards,
-                None => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                None => self.changed.wait(&mut state),
             }
         };
         remote_owners.iter().for_each(|owner| drop(state.expected.remove(&(reader, *owner))));
@@ -181,7 +177,7 @@ impl WeightShards {
 
     /// Fails all current and future waits, after a worker was lost.
     pub fn abandon(&self) {
-        self.lock().is_abandoned = true;
+        self.state.lock().is_abandoned = true;
         self.changed.notify_all();
     }
 }
@@ -212,7 +208,7 @@ mod tests {
         let refused = weight_shards.read(0, (3, 0), Buffer::host(4).region_mut(), &device);
         assert_eq!(refused, Err(CollectiveError::PeerLost));
         weight_shards.release(3, 1);
-        assert!(weight_shards.lock().versions.is_empty());
+        assert!(weight_shards.state.lock().versions.is_empty());
     }
 
     #[test]

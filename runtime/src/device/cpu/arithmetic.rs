@@ -1,8 +1,10 @@
 //! Sums, norms and moving averages by element type.
 
+use super::gather;
 use super::half::{is_half, widen};
-use super::optimizer as kernel;
+use super::real::Real;
 use super::square::squares;
+use super::wide::wide;
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
 use compiler::tensor::view::ViewMut;
@@ -13,25 +15,33 @@ const CHUNK: usize = 1024;
 /// `sum = first + second`, for `f32` or `f64`.
 pub fn add(dtype: DType, first: &[u8], second: &[u8], sum: &mut [u8]) {
     match dtype {
-        DType::F64 => kernel::add::<f64>(cast_slice(first), cast_slice(second), cast_slice_mut(sum)),
-        _ => kernel::add::<f32>(cast_slice(first), cast_slice(second), cast_slice_mut(sum)),
+        DType::F64 => add_each::<f64>(cast_slice(first), cast_slice(second), cast_slice_mut(sum)),
+        _ => add_each::<f32>(cast_slice(first), cast_slice(second), cast_slice_mut(sum)),
+    }
+}
+
+wide! {
+    fn add_each[T: Real](first: &[T], second: &[T], sum: &mut [T]) {
+        for (sum, (&first, &second)) in sum.iter_mut().zip(first.iter().zip(second)) {
+            *sum = first + second;
+        }
     }
 }
 
 /// `sum += term`; 16-bit terms are summed in `f32`.
 pub fn accumulate(dtype: DType, term: &[u8], sum: &mut [u8]) {
     match dtype {
-        DType::F64 => kernel::accumulate::<f64>(cast_slice_mut(sum), cast_slice(term)),
+        DType::F64 => gather::add::<f64>(cast_slice(term), cast_slice_mut(sum)),
         dtype if is_half(dtype) => {
             let mut wide = [0.0f32; CHUNK];
             let chunks = cast_slice_mut::<u8, f32>(sum).chunks_mut(CHUNK);
             for (sum, term) in chunks.zip(term.chunks(CHUNK * dtype.size())) {
                 let wide = &mut wide[..sum.len()];
                 widen(dtype, term, wide);
-                kernel::accumulate::<f32>(sum, wide);
+                gather::add::<f32>(wide, sum);
             }
         }
-        _ => kernel::accumulate::<f32>(cast_slice_mut(sum), cast_slice(term)),
+        _ => gather::add::<f32>(cast_slice(term), cast_slice_mut(sum)),
     }
 }
 
@@ -60,5 +70,19 @@ pub fn moving_average(dtype: DType, sample: &[f64], keep: f64, state: &mut [u8])
     for (i, sample) in sample.iter().enumerate().take(shape[0]) {
         let old = state.as_view().f64(i);
         state.set_f64(i, keep * old + (1.0 - keep) * sample);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gradients_accumulate() {
+        let mut sum = [1.0f32, 2.0];
+        accumulate(DType::F32, cast_slice(&[0.5f32, -2.0]), cast_slice_mut(&mut sum));
+        assert_eq!(sum, [1.5, 0.0]);
+        add(DType::F32, cast_slice(&[0.5f32, 3.0]), cast_slice(&[1.0f32, -2.0]), cast_slice_mut(&mut sum));
+        assert_eq!(sum, [1.5, 1.0]);
     }
 }

@@ -9,7 +9,7 @@
 //! Causal attention leaves out blocks above the diagonal.
 
 use super::matmul::{Matrix, product};
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::sum::{largest, sum_of_pairs, tree};
 use super::walk::{Walk, broadcast_strides};
 use super::wide::wide;
@@ -29,19 +29,11 @@ const KEYS: usize = 128;
 const LANES: usize = 16;
 
 pub fn kernel(op: &Attention, inputs: &[TensorLayout]) -> Option<FastKernel> {
-    match inputs[0].dtype {
-        DType::F32 => forward::<f32>(Shape::new(op, 3, &inputs[..3], inputs)?),
-        DType::F64 => forward::<f64>(Shape::new(op, 3, &inputs[..3], inputs)?),
-        _ => None,
-    }
+    for_real!(inputs[0].dtype, T => forward::<T>(Shape::new(op, 3, &inputs[..3], inputs)?))
 }
 
 pub fn grad(op: &AttentionGrad, inputs: &[TensorLayout]) -> Option<FastKernel> {
-    match inputs.get(1)?.dtype {
-        DType::F32 => backward::<f32>(Shape::new(&op.forward, 6, &inputs[1..4], inputs)?),
-        DType::F64 => backward::<f64>(Shape::new(&op.forward, 6, &inputs[1..4], inputs)?),
-        _ => None,
-    }
+    for_real!(inputs.get(1)?.dtype, T => backward::<T>(Shape::new(&op.forward, 6, &inputs[1..4], inputs)?))
 }
 
 struct Shape {

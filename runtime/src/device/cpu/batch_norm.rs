@@ -1,12 +1,11 @@
 //! Batch normalisation over `[N, C, D…]` and its gradient; statistics and intermediates are in `f64`.
 
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::sum::{sum_of, sum_of_pairs};
 use super::wide::wide;
 use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::BatchNorm;
-use compiler::tensor::DType;
 use std::ops::Range;
 
 /// Part of the second-level cache for channels that are read several times.
@@ -15,20 +14,12 @@ const CACHED_BYTES: usize = 512 << 10;
 /// Normalises with batch statistics.
 pub fn kernel(op: &BatchNorm, x: &TensorLayout) -> Option<FastKernel> {
     let planes = Planes::of(x);
-    match x.dtype {
-        DType::F32 => Some(forward::<f32>(op.epsilon, planes)),
-        DType::F64 => Some(forward::<f64>(op.epsilon, planes)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(forward::<T>(op.epsilon, planes)))
 }
 
 pub fn grad(x: &TensorLayout) -> Option<FastKernel> {
     let planes = Planes::of(x);
-    match x.dtype {
-        DType::F32 => Some(backward::<f32>(planes)),
-        DType::F64 => Some(backward::<f64>(planes)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(backward::<T>(planes)))
 }
 
 /// `x` as planes of `inner` elements, one per image and channel.
@@ -84,7 +75,6 @@ fn forward<T: Real>(epsilon: f64, planes: Planes) -> FastKernel {
             }
             normalise(planes, &run, x, [scale, bias], [means, squares], y);
         }
-        Ok(())
     });
     fast.with_workspace(2 * c * size_of::<f64>())
 }
@@ -108,7 +98,6 @@ fn backward<T: Real>(planes: Planes) -> FastKernel {
             }
             input_grad(planes, &run, [dy, x, scale, mean, rstd], [scale_sums, bias_sums], dx);
         }
-        Ok(())
     });
     fast.with_workspace(2 * c * size_of::<f64>())
 }

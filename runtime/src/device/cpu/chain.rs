@@ -322,77 +322,50 @@ fn merge_dims(shape: &[usize], strides: &[Vec<isize>]) -> (Vec<usize>, Vec<Vec<i
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::buffer::Buffer;
-    use crate::device::cpu::Kernel;
+    use crate::device::cpu::{Kernel, tests};
     use compiler::op::table::rule;
     use compiler::op::{Binary, Cast, Compare, Dropout, Select, Unary};
-    use compiler::tensor::DType;
     use compiler::tensor::fact::Fact;
-
-    fn aligned(bytes: usize) -> Vec<u64> {
-        vec![0; bytes.div_ceil(8)]
-    }
-
-    fn slice(buffer: &mut [u64], bytes: usize) -> &mut [u8] {
-        &mut bytemuck::cast_slice_mut(buffer)[..bytes]
-    }
+    use compiler::tensor::{DType, Tensor};
 
     type Ops = Vec<(Op, Vec<Operand>, bool)>;
 
     /// Requires equal bytes from the separate ops and the chain.
     fn assert_like_separate_ops(ops: &Ops, layouts: &[TensorLayout], shape: &[usize]) {
-        let fact = |layout: &TensorLayout| Fact::of(layout.dtype, &layout.shape);
-        let inputs: Vec<Vec<u64>> = layouts
-            .iter()
-            .enumerate()
-            .map(|(i, layout)| {
-                let mut buffer = aligned(layout.bytes());
-                let values: &mut [f32] = bytemuck::cast_slice_mut(slice(&mut buffer, layout.bytes()));
-                values.iter_mut().enumerate().for_each(|(j, v)| *v = ((j * 37 + i * 11) % 101) as f32 / 17.0 - 2.9);
-                buffer
-            })
-            .collect();
-        let inputs: Vec<&[u8]> =
-            inputs.iter().zip(layouts).map(|(b, l)| &bytemuck::cast_slice::<u64, u8>(b)[..l.bytes()]).collect();
-        let mut op_results: Vec<(TensorLayout, Vec<u64>)> = Vec::new();
-        for (op, operands, _) in ops {
-            let layout = |operand: &Operand| match *operand {
-                Operand::Input(i) => layouts[i].clone(),
-                Operand::Result(i) => op_results[i].0.clone(),
-            };
-            let facts: Vec<Fact> = operands.iter().map(|o| fact(&layout(o))).collect();
-            let results = rule(op).infer(&facts.iter().collect::<Vec<_>>()).unwrap();
-            let result = TensorLayout::of(&results[0]);
-            assert_eq!(result.shape, shape);
-            let mut buffer = aligned(result.bytes());
-            let buffers: Vec<&[u8]> = operands
-                .iter()
-                .map(|operand| match *operand {
-                    Operand::Input(i) => inputs[i],
-                    Operand::Result(i) => &bytemuck::cast_slice::<u64, u8>(&op_results[i].1)[..op_results[i].0.bytes()],
-                })
-                .collect();
-            let kernel = Kernel::new(op, &facts, &results);
-            let mut workspace = Buffer::host(kernel.workspace());
-            kernel.run(&buffers, &mut [slice(&mut buffer, result.bytes())], workspace.bytes_mut()).unwrap();
-            op_results.push((result, buffer));
-        }
-        let link = |(at, (op, operands, is_written)): (usize, &(Op, Vec<Operand>, bool))| {
-            let (op, operands, result) = (op.clone(), operands.clone(), op_results[at].0.clone());
-            Link { op, operands, result, is_written: *is_written, further_results: Vec::new() }
+        let input = |(i, layout): (usize, &TensorLayout)| {
+            let value = |j: usize| ((j * 37 + i * 11) % 101) as f64 / 17.0 - 2.9;
+            Tensor::from_f64(&layout.shape, &(0..layout.len()).map(value).collect::<Vec<_>>()).cast(layout.dtype)
         };
-        let links: Vec<Link> = ops.iter().enumerate().map(link).collect();
-        let chain = Chain::new(&links, layouts).expect("these shapes suit");
-        let expected: Vec<&(TensorLayout, Vec<u64>)> =
-            op_results.iter().zip(ops).filter(|(_, op)| op.2).map(|(result, _)| result).collect();
-        let mut outputs: Vec<Vec<u64>> = expected.iter().map(|(layout, _)| aligned(layout.bytes())).collect();
-        let mut written: Vec<&mut [u8]> =
-            outputs.iter_mut().zip(&expected).map(|(buffer, (layout, _))| slice(buffer, layout.bytes())).collect();
-        let mut workspace = Buffer::host(chain.workspace());
-        chain.run(&inputs, &mut written, workspace.bytes_mut()).unwrap();
-        for (got, (_, want)) in outputs.iter().zip(&expected) {
-            assert!(got == want, "{shape:?}");
+        let inputs: Vec<Tensor> = layouts.iter().enumerate().map(input).collect();
+        let mut op_results: Vec<Tensor> = Vec::new();
+        let mut links = Vec::new();
+        for (op, operands, is_written) in ops {
+            let tensor = |operand: &Operand| match *operand {
+                Operand::Input(i) => &inputs[i],
+                Operand::Result(i) => &op_results[i],
+            };
+            let tensors: Vec<&Tensor> = operands.iter().map(tensor).collect();
+            let facts: Vec<Fact> = tensors.iter().map(|tensor| Fact::of(tensor.dtype(), tensor.shape())).collect();
+            let outputs = rule(op).infer(&facts.iter().collect::<Vec<_>>()).unwrap();
+            let result = TensorLayout::of(&outputs[0]);
+            assert_eq!(result.shape, shape);
+            let kernel = Kernel::new(op, &facts, &outputs);
+            let got = tests::results(
+                |i, o, scratch| kernel.run(i, o, scratch),
+                kernel.workspace(),
+                &tensors,
+                std::slice::from_ref(&result),
+            );
+            op_results.extend(got);
+            let (op, operands, is_written) = (op.clone(), operands.clone(), *is_written);
+            links.push(Link { op, operands, result, is_written, further_results: Vec::new() });
         }
+        let chain = Chain::new(&links, layouts).expect("these shapes suit");
+        let written: Vec<TensorLayout> = links.iter().filter(|l| l.is_written).map(|l| l.result.clone()).collect();
+        let inputs: Vec<&Tensor> = inputs.iter().collect();
+        let got = tests::results(|i, o, scratch| chain.run(i, o, scratch), chain.workspace(), &inputs, &written);
+        let want = op_results.iter().zip(&links).filter(|(_, link)| link.is_written).map(|(result, _)| result);
+        assert!(got.iter().zip(want).all(|(got, want)| got.bytes() == want.bytes()), "{shape:?}");
     }
 
     #[test]

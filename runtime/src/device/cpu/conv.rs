@@ -7,7 +7,7 @@
 use super::conv_role::Role;
 use super::matmul::{Matrix, product};
 use super::patches::{Grid, gather_patches, scatter_patches};
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::wide::wide;
 use super::{ALIGNMENT, FastKernel, TensorLayout, depthwise};
 #[cfg(target_arch = "x86_64")]
@@ -52,11 +52,7 @@ pub fn kernel(
             return Some(fast);
         }
     }
-    match x.dtype {
-        DType::F32 => Some(patch_kernel::<f32>(role, shape)),
-        DType::F64 => Some(patch_kernel::<f64>(role, shape)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(patch_kernel::<T>(role, shape)))
 }
 
 /// The windows computed in one product.
@@ -158,7 +154,6 @@ fn patch_kernel<T: Real>(role: Role, shape: Shape) -> FastKernel {
             Role::InputGrad => input_grad(&shape, a, b, result, patches, scratch),
             Role::WeightGrad => weight_grad(&shape, [a, b], result, patches, scratch, add),
         }
-        Ok(())
     });
     fast.with_workspace(first + scratch * size_of::<T>())
 }

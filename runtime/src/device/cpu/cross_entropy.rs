@@ -1,30 +1,21 @@
 //! Mean cross-entropy against class indices, and its gradient.
 
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::sum::{largest, sum_exp};
 use super::wide::wide;
 use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::{CrossEntropy, CrossEntropyGrad, KernelError};
-use compiler::tensor::DType;
 use compiler::tensor::view::View;
 
 pub fn kernel(op: &CrossEntropy, logits: &TensorLayout, target: &TensorLayout) -> Option<FastKernel> {
     let rows = Rows::new(logits, target, op.axis, op.ignore);
-    match logits.dtype {
-        DType::F32 => Some(loss_kernel::<f32>(rows)),
-        DType::F64 => Some(loss_kernel::<f64>(rows)),
-        _ => None,
-    }
+    for_real!(logits.dtype, T => Some(loss_kernel::<T>(rows)))
 }
 
 pub fn grad(op: &CrossEntropyGrad, logits: &TensorLayout, target: &TensorLayout) -> Option<FastKernel> {
     let rows = Rows::new(logits, target, op.axis, op.ignore);
-    match logits.dtype {
-        DType::F32 => Some(grad_kernel::<f32>(rows)),
-        DType::F64 => Some(grad_kernel::<f64>(rows)),
-        _ => None,
-    }
+    for_real!(logits.dtype, T => Some(grad_kernel::<T>(rows)))
 }
 
 /// Layout of logits and targets.

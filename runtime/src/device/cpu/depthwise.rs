@@ -31,7 +31,6 @@ pub fn kernel<T: Real>(role: Role, grid: &Grid, channels: usize) -> Option<FastK
             Role::InputGrad => input_grad(&planes, a, b, result, data, windows),
             Role::WeightGrad => weight_grad(&planes, a, b, result, [data, windows], cast_slice_mut(sums), add),
         }
-        Ok(())
     });
     Some(fast.with_workspace(bytes))
 }

@@ -2,9 +2,11 @@
 
 use super::chain::Chain;
 use super::half::{is_half, narrow, widen};
-use super::update::WeightBytes;
-use super::{arithmetic, update};
-use crate::device::api::{AverageStep, Device, DeviceInfo, Kernel, OutputMode, ParameterUpdate, Stream, WeightRegions};
+use super::optimizer::WeightBytes;
+use super::{arithmetic, optimizer};
+use crate::device::api::{
+    AverageStep, Device, DeviceInfo, Elementwise, Kernel, OutputMode, ParameterUpdate, Stream, WeightRegions,
+};
 use crate::device::buffer::Buffer;
 use crate::device::chain::Link;
 use crate::device::error::DeviceError;
@@ -216,18 +218,30 @@ impl Stream for CpuStream {
         Ok(())
     }
 
-    fn accumulate(&self, dtype: DType, term: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
-        arithmetic::accumulate(dtype, term.host()?, sum.host()?);
-        Ok(())
-    }
-
-    fn add(&self, dtype: DType, first: Region<'_>, second: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
-        arithmetic::add(dtype, first.host()?, second.host()?, sum.host()?);
-        Ok(())
-    }
-
-    fn scale(&self, dtype: DType, values: RegionMut<'_>, factor: f64) -> Result<(), DeviceError> {
-        arithmetic::scale(dtype, values.host()?, factor);
+    fn elementwise(
+        &self,
+        verb: Elementwise,
+        dtype: DType,
+        operands: &[Region<'_>],
+        result: RegionMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let result = result.host()?;
+        let operand = |index: usize| operands[index].host();
+        match (verb, dtype) {
+            (Elementwise::Accumulate, _) => arithmetic::accumulate(dtype, operand(0)?, result),
+            (Elementwise::Add, _) => arithmetic::add(dtype, operand(0)?, operand(1)?, result),
+            (Elementwise::Scale(factor), _) => arithmetic::scale(dtype, result, factor),
+            (Elementwise::AverageUpdate { keep }, DType::F64) => {
+                optimizer::average_update::<f64>(operand(0)?, operand(1)?, keep, result)
+            }
+            (Elementwise::AverageUpdate { keep }, _) => {
+                optimizer::average_update::<f32>(operand(0)?, operand(1)?, keep, result)
+            }
+            (Elementwise::SetBack { steps }, DType::F64) => {
+                optimizer::set_back::<f64>(operand(0)?, steps, operand(1)?, result)
+            }
+            (Elementwise::SetBack { steps }, _) => optimizer::set_back::<f32>(operand(0)?, steps, operand(1)?, result),
+        }
         Ok(())
     }
 
@@ -241,7 +255,7 @@ impl Stream for CpuStream {
             for (bytes, region) in states.iter_mut().zip(state) {
                 *bytes = region.host()?;
             }
-            let step = if args.dtype == DType::F64 { update::step::<f64> } else { update::step::<f32> };
+            let step = if args.dtype == DType::F64 { optimizer::step::<f64> } else { optimizer::step::<f32> };
             let new: &[u8] = match weights {
                 WeightRegions::InPlace(weights) => {
                     let weights = weights.host()?;
@@ -274,36 +288,8 @@ impl Stream for CpuStream {
             *bytes = region.host()?;
         }
         match prediction.dtype {
-            DType::F64 => update::predict::<f64>(rule, prediction, weights.host()?, states, to.host()?),
-            _ => update::predict::<f32>(rule, prediction, weights.host()?, states, to.host()?),
-        }
-        Ok(())
-    }
-
-    fn average_update(
-        &self,
-        dtype: DType,
-        (old, new): (Region<'_>, Region<'_>),
-        keep: f64,
-        average: RegionMut<'_>,
-    ) -> Result<(), DeviceError> {
-        match dtype {
-            DType::F64 => update::average_update::<f64>(old.host()?, new.host()?, keep, average.host()?),
-            _ => update::average_update::<f32>(old.host()?, new.host()?, keep, average.host()?),
-        }
-        Ok(())
-    }
-
-    fn set_back_weights(
-        &self,
-        dtype: DType,
-        weights: Region<'_>,
-        (average, steps): (Region<'_>, u32),
-        to: RegionMut<'_>,
-    ) -> Result<(), DeviceError> {
-        match dtype {
-            DType::F64 => update::set_back::<f64>(weights.host()?, steps, average.host()?, to.host()?),
-            _ => update::set_back::<f32>(weights.host()?, steps, average.host()?, to.host()?),
+            DType::F64 => optimizer::predict::<f64>(rule, prediction, weights.host()?, states, to.host()?),
+            _ => optimizer::predict::<f32>(rule, prediction, weights.host()?, states, to.host()?),
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Dropout: the mask is recomputed wherever it is used.
 
 use super::half::{self, is_half};
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::wide::wide;
 use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
@@ -11,20 +11,12 @@ use compiler::tensor::DType;
 
 /// Its gradient is the same kernel.
 pub fn kernel(op: &Dropout, x: &TensorLayout) -> Option<FastKernel> {
-    match x.dtype {
-        DType::F32 => Some(whole_kernel::<f32>(*op)),
-        DType::F64 => Some(whole_kernel::<f64>(*op)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(piece_kernel::<T>(*op)))
 }
 
 /// Dropout of a tensor-parallel shard, with the mask of the whole tensor.
 pub fn part(op: &DropoutPart, x: &TensorLayout) -> Option<FastKernel> {
-    match x.dtype {
-        DType::F32 => Some(part_kernel::<f32>(*op)),
-        DType::F64 => Some(part_kernel::<f64>(*op)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(part_kernel::<T>(*op)))
 }
 
 fn part_kernel<T: Real>(op: DropoutPart) -> FastKernel {
@@ -37,14 +29,6 @@ fn part_kernel<T: Real>(op: DropoutPart) -> FastKernel {
         for (i, (y, x)) in y.iter_mut().zip(x).enumerate() {
             *y = if mask.keeps(op.place(i, device)) { T::of(x.wide() * scale) } else { T::ZERO };
         }
-        Ok(())
-    })
-}
-
-fn whole_kernel<T: Real>(op: Dropout) -> FastKernel {
-    FastKernel::new(move |inputs, outputs, _| {
-        let counter = cast_slice::<u8, i64>(inputs[1])[0];
-        drop_out(cast_slice::<u8, T>(inputs[0]), 0, op.mask(counter), op.scale(), cast_slice_mut(outputs[0]));
         Ok(())
     })
 }
@@ -62,12 +46,13 @@ pub fn piece(op: &Dropout, x: &TensorLayout) -> Option<FastKernel> {
     }
 }
 
+/// Without a third input, the first element is that of the tensor.
 fn piece_kernel<T: Real>(op: Dropout) -> FastKernel {
     FastKernel::new(move |inputs, outputs, _| {
-        let [counter, first] = [1, 2].map(|i: usize| cast_slice::<u8, i64>(inputs[i])[0]);
+        let counter = cast_slice::<u8, i64>(inputs[1])[0];
+        let first = inputs.get(2).map_or(0, |first| cast_slice::<u8, i64>(first)[0]);
         let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
         drop_out(x, first as usize, op.mask(counter), op.scale(), y);
-        Ok(())
     })
 }
 

@@ -1,6 +1,5 @@
 //! Elementwise ops: unary, binary, compare, select. Casts are in `cast`.
 
-use super::function::*;
 use super::real::Real;
 use super::walk::{Walk, broadcast_strides, row_major};
 use super::wide::wide;
@@ -9,60 +8,138 @@ use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use compiler::op::{Binary, Compare, Unary};
 use compiler::tensor::DType;
 
+/// An elementwise function as a type, so that each gets its own loop with the function inlined.
+trait Function1<T>: Copy + Send + Sync + 'static {
+    fn at(self, x: T) -> T;
+}
+
+trait Function2<T, U>: Copy + Send + Sync + 'static {
+    fn at(self, a: T, b: T) -> U;
+}
+
+trait Ordered: Pod + PartialOrd {}
+
+impl<T: Pod + PartialOrd> Ordered for T {}
+
+/// Defines functions whose operands have one type, and `$kernel`, which makes the kernel of an op with `$make`.
+macro_rules! functions {
+    (
+        $kernel:ident<T: $bound:ident>($op:ident, $shape:ty) = $make:expr;
+        $function:path, $operand:ty => $result:ty;
+        $($(#[$doc:meta])* $name:ident($($x:ident),*) = $value:expr;)*
+    ) => {
+        $($(#[$doc])*
+        #[derive(Clone, Copy)]
+        struct $name;
+
+        impl<T: $bound> $function for $name {
+            #[inline(always)]
+            fn at(self, $($x: $operand),*) -> $result {
+                $value
+            }
+        })*
+
+        fn $kernel<T: $bound>(op: $op, shape: $shape) -> Option<FastKernel> {
+            match op {
+                $($op::$name => Some($make(shape, $name)),)*
+                #[allow(unreachable_patterns)]
+                _ => None,
+            }
+        }
+    };
+}
+
+functions! {
+    unary_real<T: Real>(Unary, ()) = map::<T, _>;
+    Function1<T>, T => T;
+    Neg(x) = -x;
+    Abs(x) = x.abs();
+    /// -1, 0 or 1; keeps NaN.
+    Sign(x) = if x > T::ZERO { T::ONE } else if x < T::ZERO { -T::ONE } else { x };
+    Exp(x) = x.exp();
+    Log(x) = x.ln();
+    Sqrt(x) = x.sqrt();
+    Rsqrt(x) = T::ONE / x.sqrt();
+    Reciprocal(x) = T::ONE / x;
+    Sin(x) = T::of(x.wide().sin());
+    Cos(x) = T::of(x.wide().cos());
+    Asin(x) = T::of(x.wide().asin());
+    Acos(x) = T::of(x.wide().acos());
+    Atan(x) = T::of(x.wide().atan());
+    Sinh(x) = T::of(x.wide().sinh());
+    Cosh(x) = T::of(x.wide().cosh());
+    Tanh(x) = x.tanh();
+    Asinh(x) = T::of(x.wide().asinh());
+    Acosh(x) = T::of(x.wide().acosh());
+    Atanh(x) = T::of(x.wide().atanh());
+    Sigmoid(x) = T::ONE / (T::ONE + (-x).exp());
+    /// `max(x, 0)`; keeps NaN.
+    Relu(x) = if x < T::ZERO { T::ZERO } else { x };
+    Erf(x) = x.erf();
+    Gelu(x) = T::of(0.5) * x * (T::ONE + (x * T::of(std::f64::consts::FRAC_1_SQRT_2)).erf());
+    /// Tanh approximation of [`Gelu`].
+    GeluTanh(x) = {
+        let inner = T::of(0.797_884_560_802_865_4) * (x + T::of(0.044715) * x * x * x);
+        T::of(0.5) * x * (T::ONE + inner.tanh())
+    };
+    Silu(x) = x / (T::ONE + (-x).exp());
+    /// `log(1+e^x)` as `max(x, 0) + log(1+e^-|x|)`.
+    Softplus(x) = x.larger(T::ZERO) + (-x.abs()).exp().ln_1p();
+    Floor(x) = x.floor();
+    Ceil(x) = x.ceil();
+    /// Rounds half to even.
+    Round(x) = x.round();
+}
+
+functions! {
+    binary_real<T: Real>(Binary, Walk<3>) = zip::<T, T, _>;
+    Function2<T, T>, T => T;
+    Add(a, b) = a + b;
+    Sub(a, b) = a - b;
+    Mul(a, b) = a * b;
+    Div(a, b) = a / b;
+    /// `a^b`, computed in `f64`.
+    Pow(a, b) = {
+        // The exponent of most models; a product rounds like the power.
+        if b == T::of(2.0) { a * a } else { T::of(a.wide().powf(b.wide())) }
+    };
+    /// Propagates NaN.
+    Max(a, b) = a.larger(b);
+    /// Propagates NaN.
+    Min(a, b) = a.smaller(b);
+}
+
+functions! {
+    compare_as<T: Ordered>(Compare, Walk<3>) = zip::<T, u8, _>;
+    Function2<T, u8>, T => u8;
+    Equal(a, b) = (a == b) as u8;
+    Less(a, b) = (a < b) as u8;
+    LessEqual(a, b) = (a <= b) as u8;
+}
+
+functions! {
+    logical<T: Ordered>(Binary, Walk<3>) = zip::<T, u8, _>;
+    Function2<T, u8>, T => u8;
+    And(a, b) = ((a != T::zeroed()) & (b != T::zeroed())) as u8;
+    Or(a, b) = ((a != T::zeroed()) | (b != T::zeroed())) as u8;
+    Xor(a, b) = ((a != T::zeroed()) ^ (b != T::zeroed())) as u8;
+}
+
 pub fn unary(op: Unary, x: &TensorLayout) -> Option<FastKernel> {
     match x.dtype {
-        DType::F32 => unary_real::<f32>(op),
-        DType::F64 => unary_real::<f64>(op),
+        DType::F32 => unary_real::<f32>(op, ()),
+        DType::F64 => unary_real::<f64>(op, ()),
         DType::Bool if op == Unary::Not => Some(FastKernel::new(|inputs, outputs, _| {
             for (y, &x) in outputs[0].iter_mut().zip(inputs[0]) {
                 *y = (x == 0) as u8;
             }
-            Ok(())
         })),
         _ => None,
     }
 }
 
-fn unary_real<T: Real>(op: Unary) -> Option<FastKernel> {
-    Some(match op {
-        Unary::Neg => map::<T, _>(Neg),
-        Unary::Abs => map::<T, _>(Abs),
-        Unary::Sign => map::<T, _>(Sign),
-        Unary::Exp => map::<T, _>(Exp),
-        Unary::Log => map::<T, _>(Log),
-        Unary::Sqrt => map::<T, _>(Sqrt),
-        Unary::Rsqrt => map::<T, _>(Rsqrt),
-        Unary::Reciprocal => map::<T, _>(Reciprocal),
-        Unary::Sin => map::<T, _>(Sin),
-        Unary::Cos => map::<T, _>(Cos),
-        Unary::Asin => map::<T, _>(Asin),
-        Unary::Acos => map::<T, _>(Acos),
-        Unary::Atan => map::<T, _>(Atan),
-        Unary::Sinh => map::<T, _>(Sinh),
-        Unary::Cosh => map::<T, _>(Cosh),
-        Unary::Tanh => map::<T, _>(Tanh),
-        Unary::Asinh => map::<T, _>(Asinh),
-        Unary::Acosh => map::<T, _>(Acosh),
-        Unary::Atanh => map::<T, _>(Atanh),
-        Unary::Sigmoid => map::<T, _>(Sigmoid),
-        Unary::Relu => map::<T, _>(Relu),
-        Unary::Erf => map::<T, _>(Erf),
-        Unary::Gelu => map::<T, _>(Gelu),
-        Unary::GeluTanh => map::<T, _>(GeluTanh),
-        Unary::Silu => map::<T, _>(Silu),
-        Unary::Softplus => map::<T, _>(Softplus),
-        Unary::Floor => map::<T, _>(Floor),
-        Unary::Ceil => map::<T, _>(Ceil),
-        Unary::Round => map::<T, _>(Round),
-        Unary::Not => return None,
-    })
-}
-
-fn map<T: Real, F: Function1<T>>(f: F) -> FastKernel {
-    FastKernel::new(move |inputs, outputs, _| {
-        map_row(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), f);
-        Ok(())
-    })
+fn map<T: Real, F: Function1<T>>((): (), f: F) -> FastKernel {
+    FastKernel::new(move |inputs, outputs, _| map_row(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), f))
 }
 
 wide! {
@@ -78,45 +155,19 @@ pub fn binary(op: Binary, a: &TensorLayout, b: &TensorLayout, y: &TensorLayout) 
     match a.dtype {
         DType::F32 => binary_real::<f32>(op, walk),
         DType::F64 => binary_real::<f64>(op, walk),
-        DType::Bool => Some(match op {
-            Binary::And => zip::<u8, u8, _>(walk, And),
-            Binary::Or => zip::<u8, u8, _>(walk, Or),
-            Binary::Xor => zip::<u8, u8, _>(walk, Xor),
-            _ => return None,
-        }),
+        DType::Bool => logical::<u8>(op, walk),
         _ => None,
     }
-}
-
-fn binary_real<T: Real>(op: Binary, walk: Walk<3>) -> Option<FastKernel> {
-    Some(match op {
-        Binary::Add => zip::<T, T, _>(walk, Add),
-        Binary::Sub => zip::<T, T, _>(walk, Sub),
-        Binary::Mul => zip::<T, T, _>(walk, Mul),
-        Binary::Div => zip::<T, T, _>(walk, Div),
-        Binary::Pow => zip::<T, T, _>(walk, Pow),
-        Binary::Max => zip::<T, T, _>(walk, Max),
-        Binary::Min => zip::<T, T, _>(walk, Min),
-        Binary::Mod | Binary::And | Binary::Or | Binary::Xor | Binary::ShiftLeft | Binary::ShiftRight => return None,
-    })
 }
 
 pub fn compare(op: Compare, a: &TensorLayout, b: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let walk = broadcast_walk(a, b, y)?;
     match a.dtype {
-        DType::F32 => Some(compare_as::<f32>(op, walk)),
-        DType::F64 => Some(compare_as::<f64>(op, walk)),
-        DType::I64 => Some(compare_as::<i64>(op, walk)),
-        DType::I32 => Some(compare_as::<i32>(op, walk)),
+        DType::F32 => compare_as::<f32>(op, walk),
+        DType::F64 => compare_as::<f64>(op, walk),
+        DType::I64 => compare_as::<i64>(op, walk),
+        DType::I32 => compare_as::<i32>(op, walk),
         _ => None,
-    }
-}
-
-fn compare_as<T: Pod + PartialOrd>(op: Compare, walk: Walk<3>) -> FastKernel {
-    match op {
-        Compare::Equal => zip::<T, u8, _>(walk, Equal),
-        Compare::Less => zip::<T, u8, _>(walk, Less),
-        Compare::LessEqual => zip::<T, u8, _>(walk, LessEqual),
     }
 }
 
@@ -129,7 +180,6 @@ fn zip<T: Pod, U: Pod, F: Function2<T, U>>(walk: Walk<3>, f: F) -> FastKernel {
     FastKernel::new(move |inputs, outputs, _| {
         let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         zip_runs(&walk, a, b, cast_slice_mut::<u8, U>(outputs[0]), f);
-        Ok(())
     })
 }
 
@@ -187,7 +237,6 @@ fn choose<T: Pod>(walk: Walk<4>) -> FastKernel {
     FastKernel::new(move |inputs, outputs, _| {
         let (a, b) = (cast_slice::<u8, T>(inputs[1]), cast_slice::<u8, T>(inputs[2]));
         choose_runs(&walk, inputs[0], a, b, cast_slice_mut::<u8, T>(outputs[0]));
-        Ok(())
     })
 }
 

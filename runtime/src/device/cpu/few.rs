@@ -92,7 +92,6 @@ fn patch_kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
                 }
             }
         }
-        Ok(())
     });
     let by_window = if role == Role::Forward { window_count * outs } else { 0 };
     Some(fast.with_workspace((patch_elements + by_window) * size_of::<f32>()))
@@ -133,7 +132,6 @@ fn input_grad(grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
                 terms.sum(ins, (dx[x_at..].as_mut_ptr(), plane));
             }
         }
-        Ok(())
     });
     Some(fast.with_workspace(sizes.iter().sum::<usize>() * size_of::<f32>()))
 }

@@ -1,28 +1,19 @@
 //! Grouped matrix products: one product per non-empty group of rows.
 
 use super::matmul::{Matrix, product};
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::GroupedMatMul;
 use compiler::op::grouped_matmul::groups;
-use compiler::tensor::DType;
 
 pub fn kernel(op: &GroupedMatMul, x: &TensorLayout, w: &TensorLayout, ends: &TensorLayout) -> Option<FastKernel> {
-    match x.dtype {
-        DType::F32 => Some(product_kernel::<f32>(*op, x, w, ends)),
-        DType::F64 => Some(product_kernel::<f64>(*op, x, w, ends)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(product_kernel::<T>(*op, x, w, ends)))
 }
 
 /// Gradient with respect to the matrices.
 pub fn grad(a: &TensorLayout, b: &TensorLayout, ends: &TensorLayout) -> Option<FastKernel> {
-    match a.dtype {
-        DType::F32 => Some(grad_kernel::<f32>(a, b, ends)),
-        DType::F64 => Some(grad_kernel::<f64>(a, b, ends)),
-        _ => None,
-    }
+    for_real!(a.dtype, T => Some(grad_kernel::<T>(a, b, ends)))
 }
 
 fn product_kernel<T: Real>(op: GroupedMatMul, x: &TensorLayout, w: &TensorLayout, ends: &TensorLayout) -> FastKernel {
@@ -44,7 +35,6 @@ fn product_kernel<T: Real>(op: GroupedMatMul, x: &TensorLayout, w: &TensorLayout
             product([range.len(), n, k], a, b, &mut y[range.start * n..range.end * n], n, false);
         }
         y[end * n..].fill(T::ZERO);
-        Ok(())
     })
 }
 
@@ -59,6 +49,5 @@ fn grad_kernel<T: Real>(a: &TensorLayout, b: &TensorLayout, ends: &TensorLayout)
             let right = Matrix { values: &b[range.start * n..range.end * n], strides: (n, 1) };
             product([m, n, range.len()], left, right, &mut c[g * m * n..(g + 1) * m * n], n, false);
         }
-        Ok(())
     })
 }

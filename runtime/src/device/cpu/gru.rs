@@ -1,33 +1,23 @@
 //! GRU and its gradient: one or two `gemm` products per step for the recurrence, one for the whole sequence otherwise.
 
-use super::lstm::{Sizes, logistic, matrix, state_weight_grad, transposed};
+use super::lstm::{Sizes, logistic, matrix, next, state_weight_grad, sum_columns, transposed};
 use super::matmul::{Matrix, product};
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::recurrent::Recurrent;
-use super::rnn::{next, sum_columns};
 use super::wide::wide;
 use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::lstm::{before, order};
 use compiler::op::{Gru, GruGrad};
-use compiler::tensor::DType;
 
 pub fn kernel(op: &Gru, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
-    match x.dtype {
-        DType::F32 => Some(forward::<f32>(op.reverse, op.reset_after, sizes)),
-        DType::F64 => Some(forward::<f64>(op.reverse, op.reset_after, sizes)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(forward::<T>(op.reverse, op.reset_after, sizes)))
 }
 
 pub fn grad(op: &GruGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
-    match x.dtype {
-        DType::F32 => Some(backward::<f32>(op.reverse, op.reset_after, sizes)),
-        DType::F64 => Some(backward::<f64>(op.reverse, op.reset_after, sizes)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(backward::<T>(op.reverse, op.reset_after, sizes)))
 }
 
 /// A matrix with row stride `row`, from column `first` on.
@@ -73,7 +63,6 @@ fn forward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKerne
             h = step;
         }
         last_h.copy_from_slice(h);
-        Ok(())
     });
     fast.with_workspace(recurrent.bytes::<T>() + candidate.bytes::<T>() + batch * three * size_of::<T>())
 }
@@ -118,7 +107,7 @@ wide! {
 }
 
 fn backward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKernel {
-    let Sizes { steps, batch, width, hidden } = sizes;
+    let Sizes { steps, batch, hidden, .. } = sizes;
     let (two, three, four, rows) = (2 * hidden, 3 * hidden, 4 * hidden, steps * batch);
     let sums_bytes = (three * size_of::<f64>()).next_multiple_of(ALIGNMENT);
     let of_gates = Recurrent::of::<T>(steps, [batch, hidden, two], false);
@@ -168,8 +157,7 @@ fn backward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKern
             w_gates.multiply(t, matrix(da, three), dh, hidden, true);
         }
         let (da, e) = (&*da, &*e);
-        product([rows, width, three], matrix(da, three), matrix(w_ih, width), dx, width, false);
-        product([three, width, rows], transposed(da, three), matrix(x, width), dw_ih, width, false);
+        sizes.input_grads(da, [x, w_ih], [dx, dw_ih, db_ih], sums);
         let (dw_gates, dw_candidate) = dw_hh.split_at_mut(two * hidden);
         state_weight_grad(reverse, sizes, da, [two, three], h0, y, dw_gates);
         if reset_after {
@@ -178,11 +166,9 @@ fn backward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> FastKern
             let reset_h = from_column(gates, three, four);
             product([hidden, hidden, rows], transposed(e, hidden), reset_h, dw_candidate, hidden, false);
         }
-        sum_columns(da, three, sums);
-        db_ih.iter_mut().zip(&*sums).for_each(|(d, sum)| *d = T::of(*sum));
-        sum_columns(e, hidden, &mut sums[two..]);
-        db_hh.iter_mut().zip(&*sums).for_each(|(d, sum)| *d = T::of(*sum));
-        Ok(())
+        // The recurrent bias has the same sums, except for the candidate.
+        db_hh[..two].copy_from_slice(&db_ih[..two]);
+        sum_columns(e, &mut sums[two..], &mut db_hh[two..]);
     });
     let panel_bytes = of_gates.bytes::<T>() + of_candidate.bytes::<T>();
     fast.with_workspace(panel_bytes + sums_bytes + (rows * four + batch * hidden) * size_of::<T>())

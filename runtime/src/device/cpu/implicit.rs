@@ -54,7 +54,6 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
                 // present.
                 unsafe { product([ins, windows.columns, outs * taps], &filters, &patches, &result, false) };
             }
-            Ok(())
         }));
     }
     let windows = Windows::new(grid, images, [x_image, y_image])?;
@@ -81,6 +80,5 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<FastKernel> {
                 }
             }
         }
-        Ok(())
     }))
 }

@@ -1,28 +1,19 @@
 //! Layer normalisation and its gradient; statistics and intermediates are in `f64`.
 
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::sum::{sum_of, sum_of_pairs};
 use super::wide::wide;
 use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::LayerNorm;
-use compiler::tensor::DType;
 
 /// Normalises rows of the scale's length.
 pub fn kernel(op: &LayerNorm, x: &TensorLayout, scale: &TensorLayout) -> Option<FastKernel> {
-    match x.dtype {
-        DType::F32 => Some(forward::<f32>(op.epsilon, scale.len())),
-        DType::F64 => Some(forward::<f64>(op.epsilon, scale.len())),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(forward::<T>(op.epsilon, scale.len())))
 }
 
 pub fn grad(x: &TensorLayout, scale: &TensorLayout) -> Option<FastKernel> {
-    match x.dtype {
-        DType::F32 => Some(backward::<f32>(scale.len())),
-        DType::F64 => Some(backward::<f64>(scale.len())),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(backward::<T>(scale.len())))
 }
 
 fn forward<T: Real>(epsilon: f64, n: usize) -> FastKernel {
@@ -36,7 +27,6 @@ fn forward<T: Real>(epsilon: f64, n: usize) -> FastKernel {
             let statistics = normalise(&x[range.clone()], scale, bias, &mut y[range], epsilon);
             (mean[row], rstd[row]) = (T::of(statistics[0]), T::of(statistics[1]));
         }
-        Ok(())
     })
 }
 
@@ -68,7 +58,6 @@ fn backward<T: Real>(n: usize) -> FastKernel {
         let (scale_sums, bias_sums) = sums.split_at(n);
         cast_slice_mut::<u8, T>(dscale).iter_mut().zip(scale_sums).for_each(|(d, &sum)| *d = T::of(sum));
         cast_slice_mut::<u8, T>(dbias).iter_mut().zip(bias_sums).for_each(|(d, &sum)| *d = T::of(sum));
-        Ok(())
     });
     fast.with_workspace(2 * n * size_of::<f64>())
 }

@@ -1,13 +1,12 @@
 //! LSTM and its gradient: one `gemm` product per step for the recurrence, one for the whole sequence otherwise.
 
 use super::matmul::{Matrix, product};
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::recurrent::Recurrent;
 use super::wide::wide;
 use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::lstm::{before, order};
-use compiler::tensor::DType;
 
 #[derive(Clone, Copy)]
 pub(super) struct Sizes {
@@ -27,24 +26,31 @@ impl Sizes {
     pub fn step(self, t: usize, columns: usize) -> std::ops::Range<usize> {
         t * self.batch * columns..(t + 1) * self.batch * columns
     }
+
+    /// The gradients of the input, its weight and its bias, from those of the pre-activations: `da`, with as many columns
+    /// as `sums`.
+    pub fn input_grads<T: Real>(
+        self,
+        da: &[T],
+        [x, w_ih]: [&[T]; 2],
+        [dx, dw_ih, db]: [&mut [T]; 3],
+        sums: &mut [f64],
+    ) {
+        let (rows, width, columns) = (self.steps * self.batch, self.width, sums.len());
+        product([rows, width, columns], matrix(da, columns), matrix(w_ih, width), dx, width, false);
+        product([columns, width, rows], transposed(da, columns), matrix(x, width), dw_ih, width, false);
+        sum_columns(da, sums, db);
+    }
 }
 
 pub fn kernel(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
-    match x.dtype {
-        DType::F32 => Some(forward::<f32>(reverse, sizes)),
-        DType::F64 => Some(forward::<f64>(reverse, sizes)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(forward::<T>(reverse, sizes)))
 }
 
 pub fn grad(reverse: bool, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
-    match x.dtype {
-        DType::F32 => Some(backward::<f32>(reverse, sizes)),
-        DType::F64 => Some(backward::<f64>(reverse, sizes)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(backward::<T>(reverse, sizes)))
 }
 
 /// A row-major matrix.
@@ -76,11 +82,12 @@ fn forward<T: Real>(reverse: bool, sizes: Sizes) -> FastKernel {
             false,
         );
         let (mut h, mut c): (&[T], &[T]) = (h0, c0);
-        let mut sequences = Sequences { reverse, batch, y: &mut *y, cells: &mut *cells };
+        let (mut unwritten_y, mut unwritten_cells): (&mut [T], &mut [T]) = (y, cells);
         for t in order(steps, reverse) {
             let gates = &mut gates[sizes.step(t, gate_width)];
             w_hh.multiply(t, matrix(h, hidden), gates, gate_width, true);
-            let (step_y, step_cells) = sequences.next(hidden);
+            let step_y = next(&mut unwritten_y, batch * hidden, reverse);
+            let step_cells = next(&mut unwritten_cells, batch * hidden, reverse);
             for n in 0..batch {
                 let row = n * hidden..(n + 1) * hidden;
                 let (gates, c) = (&mut gates[n * gate_width..(n + 1) * gate_width], &c[row.clone()]);
@@ -90,35 +97,18 @@ fn forward<T: Real>(reverse: bool, sizes: Sizes) -> FastKernel {
         }
         last_h.copy_from_slice(h);
         last_c.copy_from_slice(c);
-        Ok(())
     });
     fast.with_workspace(recurrent.bytes::<T>())
 }
 
-/// The unwritten rest of y and of the cells, so that the previous step can be read while the next is written.
-struct Sequences<'a, T> {
-    reverse: bool,
-    batch: usize,
-    y: &'a mut [T],
-    cells: &'a mut [T],
-}
-
-impl<'a, T> Sequences<'a, T> {
-    fn next(&mut self, hidden: usize) -> (&'a mut [T], &'a mut [T]) {
-        let (size, reverse) = (self.batch * hidden, self.reverse);
-        let take = |from: &mut &'a mut [T]| {
-            let sequence = std::mem::take(from);
-            let (step, rest) = if reverse {
-                let (rest, step) = sequence.split_at_mut(sequence.len() - size);
-                (step, rest)
-            } else {
-                sequence.split_at_mut(size)
-            };
-            *from = rest;
-            step
-        };
-        (take(&mut self.y), take(&mut self.cells))
-    }
+/// Splits off the next step of a sequence, so that the previous step can be read while it is written.
+pub(super) fn next<'a, T>(from: &mut &'a mut [T], size: usize, reverse: bool) -> &'a mut [T] {
+    let sequence = std::mem::take(from);
+    let at = if reverse { sequence.len() - size } else { size };
+    let (head, tail) = sequence.split_at_mut(at);
+    let (step, remainder) = if reverse { (tail, head) } else { (head, tail) };
+    *from = remainder;
+    step
 }
 
 #[inline(always)]
@@ -148,7 +138,7 @@ wide! {
 }
 
 fn backward<T: Real>(reverse: bool, sizes: Sizes) -> FastKernel {
-    let Sizes { steps, batch, width, hidden } = sizes;
+    let Sizes { steps, batch, hidden, .. } = sizes;
     let (gate_width, rows) = (4 * hidden, steps * batch);
     let sums_bytes = (gate_width * size_of::<f64>()).next_multiple_of(ALIGNMENT);
     let recurrent = Recurrent::of::<T>(steps, [batch, hidden, gate_width], false);
@@ -179,17 +169,19 @@ fn backward<T: Real>(reverse: bool, sizes: Sizes) -> FastKernel {
             w_hh.multiply(t, matrix(da, gate_width), dh, hidden, false);
         }
         let da = &*da;
-        product([rows, width, gate_width], matrix(da, gate_width), matrix(w_ih, width), dx, width, false);
-        product([gate_width, width, rows], transposed(da, gate_width), matrix(x, width), dw_ih, width, false);
+        sizes.input_grads(da, [x, w_ih], [dx, dw_ih, db], sums);
         state_weight_grad(reverse, sizes, da, [gate_width, gate_width], h0, y, dw_hh);
-        sums.fill(0.0);
-        for row in da.chunks_exact(gate_width.max(1)) {
-            sums.iter_mut().zip(row).for_each(|(sum, d)| *sum += d.wide());
-        }
-        db.iter_mut().zip(&*sums).for_each(|(d, sum)| *d = T::of(*sum));
-        Ok(())
     });
     fast.with_workspace(recurrent.bytes::<T>() + sums_bytes + rows * gate_width * size_of::<T>())
+}
+
+/// Column sums of a matrix with a column for each of `sums`.
+pub(super) fn sum_columns<T: Real>(matrix: &[T], sums: &mut [f64], to: &mut [T]) {
+    sums.fill(0.0);
+    for row in matrix.chunks_exact(sums.len().max(1)) {
+        sums.iter_mut().zip(row).for_each(|(sum, d)| *sum += d.wide());
+    }
+    to.iter_mut().zip(sums).for_each(|(to, sum)| *to = T::of(*sum));
 }
 
 /// The gradient of the first `n` rows of a recurrent weight; `row` is the row length of `da`. Every step except the

@@ -3,7 +3,7 @@
 use super::movement::transpose_matrix;
 #[cfg(target_arch = "x86_64")]
 use super::panels;
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::walk::{Walk, broadcast_strides, row_major};
 use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
@@ -19,11 +19,7 @@ const MIN_COLUMNS: usize = 8;
 
 /// A matrix product with batch dimensions.
 pub fn kernel(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorLayout) -> Option<FastKernel> {
-    match a.dtype {
-        DType::F32 => batched::<f32>(op, a, b, c),
-        DType::F64 => batched::<f64>(op, a, b, c),
-        _ => None,
-    }
+    for_real!(a.dtype, T => batched::<T>(op, a, b, c))
 }
 
 fn batched<T: Real>(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorLayout) -> Option<FastKernel> {
@@ -67,7 +63,6 @@ fn batched<T: Real>(op: &MatMul, a: &TensorLayout, b: &TensorLayout, c: &TensorL
             };
             product([m, n, k], a, b, &mut c[c_at * m * n..(c_at + 1) * m * n], n, add);
         }
-        Ok(())
     });
     Some(fast.with_workspace(if transposes_b { k * n * size_of::<T>() } else { 0 }))
 }
@@ -125,59 +120,37 @@ pub fn product<T: Real>(
             matrices([m, n, k], rows(a), rows(b), (c.as_mut_ptr().cast(), c_row), add);
         };
     }
-    let (alpha, beta) = (if add { T::ONE } else { T::ZERO }, T::ONE);
+    let (alpha, c_row, multiply) = (if add { T::ONE } else { T::ZERO }, c_row as isize, T::multiply());
     let (a_rows, a_columns) = (a.strides.0 as isize, a.strides.1 as isize);
     let (b_rows, b_columns) = (b.strides.0 as isize, b.strides.1 as isize);
-    let (a, b, c_row, reads_c) = (a.values.as_ptr(), b.values.as_ptr(), c_row as isize, add);
-    let (c, parallelism, multiply) = (c.as_mut_ptr(), Parallelism::None, T::multiply());
+    let (a, b) = (a.values.as_ptr(), b.values.as_ptr());
+    // The micro-kernel writes columns. For a result of rows, compute the transpose, bᵀ aᵀ.
+    let (sizes, c_strides, left, right) = match c_row > 1 {
+        true => ([n, m], [c_row, 1], (b, b_rows, b_columns), (a, a_rows, a_columns)),
+        false => ([m, n], [1, c_row], (a, a_columns, a_rows), (b, b_columns, b_rows)),
+    };
     // SAFETY: the asserts above keep every access inside its slice, and `c` is borrowed exclusively.
     unsafe {
-        if c_row > 1 {
-            // The micro-kernel writes columns, so compute the transpose, bᵀ aᵀ.
-            let (c_columns, c_rows) = (c_row, 1);
-            multiply(
-                n,
-                m,
-                k,
-                c,
-                c_columns,
-                c_rows,
-                reads_c,
-                b,
-                b_rows,
-                b_columns,
-                a,
-                a_rows,
-                a_columns,
-                alpha,
-                beta,
-                false,
-                false,
-                false,
-                parallelism,
-            );
-        } else {
-            multiply(
-                m,
-                n,
-                k,
-                c,
-                1,
-                c_row,
-                reads_c,
-                a,
-                a_columns,
-                a_rows,
-                b,
-                b_columns,
-                b_rows,
-                alpha,
-                beta,
-                false,
-                false,
-                false,
-                parallelism,
-            );
-        }
+        multiply(
+            sizes[0],
+            sizes[1],
+            k,
+            c.as_mut_ptr(),
+            c_strides[0],
+            c_strides[1],
+            add,
+            left.0,
+            left.1,
+            left.2,
+            right.0,
+            right.1,
+            right.2,
+            alpha,
+            T::ONE,
+            false,
+            false,
+            false,
+            Parallelism::None,
+        );
     }
 }

@@ -13,18 +13,12 @@ const TILE: usize = 16;
 
 /// Copies the first input.
 pub fn copy() -> FastKernel {
-    FastKernel::new(|inputs, outputs, _| {
-        outputs[0].copy_from_slice(inputs[0]);
-        Ok(())
-    })
+    FastKernel::new(|inputs, outputs, _| outputs[0].copy_from_slice(inputs[0]))
 }
 
 /// Writes constant bytes.
 pub fn constant(bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> FastKernel {
-    FastKernel::new(move |_, outputs, _| {
-        outputs[0].copy_from_slice(bytes.as_ref());
-        Ok(())
-    })
+    FastKernel::new(move |_, outputs, _| outputs[0].copy_from_slice(bytes.as_ref()))
 }
 
 /// Iota; the values are computed once.
@@ -96,7 +90,6 @@ fn pad_as<T: Pod + Send + Sync>(walk: Walk<2>, value: &[u8]) -> FastKernel {
                 step => x.iter().enumerate().for_each(|(i, &v)| y[y_at + i * step] = v),
             }
         }
-        Ok(())
     })
 }
 
@@ -112,12 +105,11 @@ pub fn concat(op: &Concat, inputs: &[TensorLayout], y: &TensorLayout) -> Option<
                 at += run;
             }
         }
-        Ok(())
     }))
 }
 
 fn copy_nothing() -> FastKernel {
-    FastKernel::new(|_, _, _| Ok(()))
+    FastKernel::new(|_, _, _| {})
 }
 
 fn origin(at: &[Dim], strides: &[isize]) -> Option<isize> {
@@ -163,7 +155,6 @@ fn copy_strided_as<T: Pod + Send + Sync>(y: &TensorLayout, strides: &[isize], st
                 }
             }
         }
-        Ok(())
     }))
 }
 
@@ -174,7 +165,6 @@ fn transpose_each<T: Pod>(matrices: Walk<2>, sizes: [usize; 2], [row, step]: [us
         for [y_at, x_at] in matrices.elements() {
             transpose_matrix(&x[x_at..], step, &mut y[y_at..], row, sizes);
         }
-        Ok(())
     })
 }
 

@@ -1,51 +1,38 @@
 //! Max and average pooling and their gradients: one plane at a time, tap by tap.
 
 use super::patches::Grid;
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::sum::{largest, sum_of};
 use super::wide::wide;
 use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::{AvgPool, MaxPool};
-use compiler::tensor::DType;
 
 pub fn max(op: &MaxPool, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &y.shape[2..])?;
-    match x.dtype {
-        DType::F32 => Some(max_kernel::<f32>(grid)),
-        DType::F64 => Some(max_kernel::<f64>(grid)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(max_kernel::<T>(grid)))
 }
 
 pub fn max_grad(op: &MaxPool, x: &TensorLayout, dy: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &dy.shape[2..])?;
     u32::try_from(grid.data_len()).ok()?;
-    match x.dtype {
-        DType::F32 => Some(max_grad_kernel::<f32>(grid)),
-        DType::F64 => Some(max_grad_kernel::<f64>(grid)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(max_grad_kernel::<T>(grid)))
 }
 
 pub fn avg(op: &AvgPool, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &y.shape[2..])?;
     let shares = Shares::of(op, &grid, &x.shape[2..]);
-    match x.dtype {
-        DType::F32 => Some(avg_kernel::<f32>(grid, shares)),
-        DType::F64 => Some(avg_kernel::<f64>(grid, shares)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(FastKernel::new(move |inputs, outputs, _| {
+        avg_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]))
+    })))
 }
 
 pub fn avg_grad(op: &AvgPool, dy: &TensorLayout, dx: &TensorLayout) -> Option<FastKernel> {
     let grid = Grid::new(&op.window, &dx.shape[2..], &op.kernel, &dy.shape[2..])?;
     let shares = Shares::of(op, &grid, &dx.shape[2..]);
-    match dy.dtype {
-        DType::F32 => Some(avg_grad_kernel::<f32>(grid, shares)),
-        DType::F64 => Some(avg_grad_kernel::<f64>(grid, shares)),
-        _ => None,
-    }
+    for_real!(dy.dtype, T => Some(FastKernel::new(move |inputs, outputs, _| {
+        avg_grad_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]))
+    })))
 }
 
 /// The weight of an element in the mean of its window, as a product over the axes; 0 for an empty window.
@@ -82,13 +69,11 @@ impl Shares {
 fn max_kernel<T: Real>(grid: Grid) -> FastKernel {
     if grid.is_of_squares() {
         return FastKernel::new(move |inputs, outputs, _| {
-            max_of_squares(grid.out[2], cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
-            Ok(())
+            max_of_squares(grid.out[2], cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]))
         });
     }
     FastKernel::new(move |inputs, outputs, _| {
-        max_planes(&grid, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
-        Ok(())
+        max_planes(&grid, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]))
     })
 }
 
@@ -149,7 +134,6 @@ fn max_grad_kernel<T: Real>(grid: Grid) -> FastKernel {
         return FastKernel::new(move |inputs, outputs, _| {
             let (x, dy) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
             max_grad_of_squares(grid.out[2], x, dy, cast_slice_mut(outputs[0]));
-            Ok(())
         });
     }
     let windows = grid.out_len();
@@ -160,7 +144,6 @@ fn max_grad_kernel<T: Real>(grid: Grid) -> FastKernel {
         let index = &mut cast_slice_mut::<u8, u32>(&mut index[..windows * size_of::<u32>()])[..];
         let (x, dy) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         max_grad_planes(&grid, x, dy, cast_slice_mut(outputs[0]), best, index);
-        Ok(())
     });
     fast.with_workspace(first + windows * size_of::<u32>())
 }
@@ -232,13 +215,6 @@ wide! {
     }
 }
 
-fn avg_kernel<T: Real>(grid: Grid, shares: Shares) -> FastKernel {
-    FastKernel::new(move |inputs, outputs, _| {
-        avg_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
-        Ok(())
-    })
-}
-
 wide! {
     fn avg_planes[T: Real](grid: &Grid, shares: &Shares, x: &[T], y: &mut [T]) {
         let step = grid.row_step();
@@ -265,13 +241,6 @@ wide! {
             }
         }
     }
-}
-
-fn avg_grad_kernel<T: Real>(grid: Grid, shares: Shares) -> FastKernel {
-    FastKernel::new(move |inputs, outputs, _| {
-        avg_grad_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
-        Ok(())
-    })
 }
 
 wide! {

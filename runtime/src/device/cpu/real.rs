@@ -81,11 +81,30 @@ pub trait Real:
     }
 }
 
+/// An optional kernel for `f32` or `f64`, of which `$real` is the one that `$dtype` says; `None` for other element types.
+macro_rules! for_real {
+    ($dtype:expr, $real:ident => $kernel:expr) => {
+        match $dtype {
+            compiler::tensor::DType::F32 => {
+                type $real = f32;
+                $kernel
+            }
+            compiler::tensor::DType::F64 => {
+                type $real = f64;
+                $kernel
+            }
+            _ => None,
+        }
+    };
+}
+
+pub(super) use for_real;
+
 macro_rules! delegate {
-    ($type:ident: $($name:ident => $std:ident),*) => {
+    ($($name:ident => $function:path),*) => {
         $(#[inline(always)]
-        fn $name(self) -> $type {
-            $type::$std(self)
+        fn $name(self) -> Self {
+            $function(self)
         })*
     };
 }
@@ -99,7 +118,8 @@ impl Real for f32 {
     const ONE: f32 = 1.0;
     const LOWEST: f32 = f32::NEG_INFINITY;
 
-    delegate!(f32: abs => abs, sqrt => sqrt, floor => floor, ceil => ceil, round => round_ties_even);
+    delegate!(abs => f32::abs, sqrt => f32::sqrt, floor => f32::floor, ceil => f32::ceil, round => f32::round_ties_even);
+    delegate!(exp => math::exp, ln => math::ln, ln_1p => math::ln_1p, tanh => math::tanh, erf => math::erf);
 
     #[inline(always)]
     fn of(value: f64) -> f32 {
@@ -108,26 +128,6 @@ impl Real for f32 {
     #[inline(always)]
     fn wide(self) -> f64 {
         self as f64
-    }
-    #[inline(always)]
-    fn exp(self) -> f32 {
-        math::exp(self)
-    }
-    #[inline(always)]
-    fn ln(self) -> f32 {
-        math::ln(self)
-    }
-    #[inline(always)]
-    fn ln_1p(self) -> f32 {
-        math::ln_1p(self)
-    }
-    #[inline(always)]
-    fn tanh(self) -> f32 {
-        math::tanh(self)
-    }
-    #[inline(always)]
-    fn erf(self) -> f32 {
-        math::erf(self)
     }
 }
 
@@ -140,8 +140,8 @@ impl Real for f64 {
     const ONE: f64 = 1.0;
     const LOWEST: f64 = f64::NEG_INFINITY;
 
-    delegate!(f64: abs => abs, sqrt => sqrt, floor => floor, ceil => ceil, round => round_ties_even);
-    delegate!(f64: exp => exp, ln => ln, ln_1p => ln_1p, tanh => tanh);
+    delegate!(abs => f64::abs, sqrt => f64::sqrt, floor => f64::floor, ceil => f64::ceil, round => f64::round_ties_even);
+    delegate!(exp => f64::exp, ln => f64::ln, ln_1p => f64::ln_1p, tanh => f64::tanh, erf => erf);
 
     #[inline(always)]
     fn of(value: f64) -> f64 {
@@ -150,9 +150,5 @@ impl Real for f64 {
     #[inline(always)]
     fn wide(self) -> f64 {
         self
-    }
-    #[inline(always)]
-    fn erf(self) -> f64 {
-        erf(self)
     }
 }

@@ -1,20 +1,15 @@
 //! Reductions over any axes: one `f64` accumulator per output, the input read once in order.
 
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::sum::{largest, smallest, sum_of};
 use super::walk::{Walk, row_major};
 use super::wide::wide;
 use super::{FastKernel, TensorLayout, movement};
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use compiler::op::{ArgReduce, Reduce, ReduceKind};
-use compiler::tensor::DType;
 
 pub fn kernel(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
-    match x.dtype {
-        DType::F32 => reduce::<f32>(op, x, y),
-        DType::F64 => reduce::<f64>(op, x, y),
-        _ => None,
-    }
+    for_real!(x.dtype, T => reduce::<T>(op, x, y))
 }
 
 fn reduce<T: Real>(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<FastKernel> {
@@ -38,7 +33,7 @@ fn reduce<T: Real>(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<Fa
     let divisor = if kind == ReduceKind::Mean { count as f64 } else { 1.0 };
     let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let x = cast_slice::<u8, T>(inputs[0]);
-        let accumulators = &mut cast_slice_mut::<u8, f64>(workspace)[..output_len(outputs[0], T::DTYPE)];
+        let accumulators = &mut cast_slice_mut::<u8, f64>(workspace)[..outputs[0].len() / size_of::<T>()];
         accumulators.fill(start);
         match kind {
             ReduceKind::Sum | ReduceKind::Mean => accumulate_sums(&walk, x, accumulators),
@@ -49,13 +44,8 @@ fn reduce<T: Real>(op: &Reduce, x: &TensorLayout, y: &TensorLayout) -> Option<Fa
         for (y, &v) in cast_slice_mut::<u8, T>(outputs[0]).iter_mut().zip(&*accumulators) {
             *y = T::of(v / divisor);
         }
-        Ok(())
     });
     Some(fast.with_workspace(y.len() * size_of::<f64>()))
-}
-
-fn output_len(output: &[u8], dtype: DType) -> usize {
-    output.len() / dtype.size()
 }
 
 macro_rules! accumulate_fns {
@@ -89,11 +79,7 @@ accumulate_fns! {
 
 /// Argmax or argmin.
 pub fn arg(op: &ArgReduce, x: &TensorLayout) -> Option<FastKernel> {
-    match x.dtype {
-        DType::F32 => Some(arg_kernel::<f32>(op, x)),
-        DType::F64 => Some(arg_kernel::<f64>(op, x)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(arg_kernel::<T>(op, x)))
 }
 
 #[allow(clippy::eq_op)]
@@ -117,6 +103,5 @@ fn arg_kernel<T: Real + Pod>(op: &ArgReduce, x: &TensorLayout) -> FastKernel {
                 y[block * inner + within] = best.0 as i64;
             }
         }
-        Ok(())
     })
 }

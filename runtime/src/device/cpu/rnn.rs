@@ -1,42 +1,23 @@
 //! Elman RNN and its gradient: one `gemm` product per step for the recurrence, one for the whole sequence otherwise.
 
-use super::lstm::{Sizes, logistic, matrix, state_weight_grad, transposed};
+use super::lstm::{Sizes, logistic, matrix, next, state_weight_grad, transposed};
 use super::matmul::product;
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::recurrent::Recurrent;
 use super::wide::wide;
 use super::{ALIGNMENT, FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::lstm::order;
 use compiler::op::{Activation, Rnn, RnnGrad};
-use compiler::tensor::DType;
 
 pub fn kernel(op: &Rnn, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
-    match x.dtype {
-        DType::F32 => Some(forward::<f32>(op.reverse, op.activation, sizes)),
-        DType::F64 => Some(forward::<f64>(op.reverse, op.activation, sizes)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(forward::<T>(op.reverse, op.activation, sizes)))
 }
 
 pub fn grad(op: &RnnGrad, x: &TensorLayout, w_hh: &TensorLayout) -> Option<FastKernel> {
     let sizes = Sizes::of(x, w_hh)?;
-    match x.dtype {
-        DType::F32 => Some(backward::<f32>(op.reverse, op.activation, sizes)),
-        DType::F64 => Some(backward::<f64>(op.reverse, op.activation, sizes)),
-        _ => None,
-    }
-}
-
-/// Splits off the next step of a sequence, so that the previous step can be read while it is written.
-pub(super) fn next<'a, T>(from: &mut &'a mut [T], size: usize, reverse: bool) -> &'a mut [T] {
-    let sequence = std::mem::take(from);
-    let at = if reverse { sequence.len() - size } else { size };
-    let (head, tail) = sequence.split_at_mut(at);
-    let (step, remainder) = if reverse { (tail, head) } else { (head, tail) };
-    *from = remainder;
-    step
+    for_real!(x.dtype, T => Some(backward::<T>(op.reverse, op.activation, sizes)))
 }
 
 fn forward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> FastKernel {
@@ -56,7 +37,6 @@ fn forward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fast
             h = step;
         }
         last_h.copy_from_slice(h);
-        Ok(())
     });
     fast.with_workspace(recurrent.bytes::<T>())
 }
@@ -76,7 +56,7 @@ wide! {
 }
 
 fn backward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> FastKernel {
-    let Sizes { steps, batch, width, hidden } = sizes;
+    let Sizes { steps, batch, hidden, .. } = sizes;
     let rows = steps * batch;
     let sums_bytes = (hidden * size_of::<f64>()).next_multiple_of(ALIGNMENT);
     let recurrent = Recurrent::of::<T>(steps, [batch, hidden, hidden], false);
@@ -97,22 +77,10 @@ fn backward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fas
             w_hh.multiply(t, matrix(da, hidden), dh, hidden, false);
         }
         let da = &*da;
-        product([rows, width, hidden], matrix(da, hidden), matrix(w_ih, width), dx, width, false);
-        product([hidden, width, rows], transposed(da, hidden), matrix(x, width), dw_ih, width, false);
+        sizes.input_grads(da, [x, w_ih], [dx, dw_ih, db], sums);
         state_weight_grad(reverse, sizes, da, [hidden, hidden], h0, y, dw_hh);
-        sum_columns(da, hidden, sums);
-        db.iter_mut().zip(&*sums).for_each(|(d, sum)| *d = T::of(*sum));
-        Ok(())
     });
     fast.with_workspace(recurrent.bytes::<T>() + sums_bytes + rows * hidden * size_of::<T>())
-}
-
-/// Column sums of a matrix with `row` columns.
-pub(super) fn sum_columns<T: Real>(matrix: &[T], row: usize, sums: &mut [f64]) {
-    sums.fill(0.0);
-    for row in matrix.chunks_exact(row.max(1)) {
-        sums.iter_mut().zip(row).for_each(|(sum, d)| *sum += d.wide());
-    }
 }
 
 wide! {

@@ -1,35 +1,28 @@
 //! Softmax and log-softmax along one axis.
 
-use super::real::Real;
+use super::real::{Real, for_real};
 use super::sum::{largest, sum_exp, sum_of};
 use super::wide::wide;
 use super::{FastKernel, TensorLayout};
 use bytemuck::{cast_slice, cast_slice_mut};
-use compiler::tensor::DType;
 
 pub fn kernel(axis: usize, logarithm: bool, x: &TensorLayout) -> Option<FastKernel> {
-    match x.dtype {
-        DType::F32 => Some(axis_kernel::<f32>(axis, logarithm, x)),
-        DType::F64 => Some(axis_kernel::<f64>(axis, logarithm, x)),
-        _ => None,
-    }
+    for_real!(x.dtype, T => Some(axis_kernel::<T>(axis, logarithm, x)))
 }
 
 fn axis_kernel<T: Real>(axis: usize, logarithm: bool, x: &TensorLayout) -> FastKernel {
     let (size, inner) = (x.shape[axis], x.shape[axis + 1..].iter().product::<usize>());
     if x.is_empty() {
-        return FastKernel::new(|_, _, _| Ok(()));
+        return FastKernel::new(|_, _, _| {});
     }
     if inner == 1 {
         return FastKernel::new(move |inputs, outputs, _| {
-            softmax_rows(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), size, logarithm);
-            Ok(())
+            softmax_rows(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), size, logarithm)
         });
     }
     let fast = FastKernel::new(move |inputs, outputs, workspace| {
         let (max, sum) = cast_slice_mut::<u8, f64>(workspace)[..2 * inner].split_at_mut(inner);
         softmax_columns(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), [size, inner], logarithm, max, sum);
-        Ok(())
     });
     fast.with_workspace(2 * inner * size_of::<f64>())
 }

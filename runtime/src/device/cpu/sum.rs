@@ -9,18 +9,29 @@ const WIDE: usize = 4 * LANES;
 
 // These are index loops, because zipped chunk iterators are not always inlined into the caller.
 
-/// Σ f(x) over a row.
+/// Σ f(x) over a row, of wide elements.
 #[inline(always)]
 pub fn sum_of<T: Real>(x: &[T], f: impl Fn(f64) -> f64) -> f64 {
+    sum_each(x, |v| f(v.wide()))
+}
+
+/// `Σ e^(x - shift)` over a row.
+#[inline(always)]
+pub fn sum_exp<T: Real>(x: &[T], shift: T) -> f64 {
+    sum_each(x, |v| (v - shift).exp().wide())
+}
+
+#[inline(always)]
+fn sum_each<T: Real>(x: &[T], f: impl Fn(T) -> f64) -> f64 {
     let mut lanes = [0.0f64; LANES];
     let whole = x.len() / LANES * LANES;
     for (lane, &v) in lanes.iter_mut().zip(&x[whole..]) {
-        *lane = f(v.wide());
+        *lane = f(v);
     }
     for at in (0..whole).step_by(LANES) {
         let x = &x[at..at + LANES];
         for lane in 0..LANES {
-            lanes[lane] += f(x[lane].wide());
+            lanes[lane] += f(x[lane]);
         }
     }
     tree(lanes, |a, b| a + b)
@@ -43,52 +54,31 @@ pub fn sum_of_pairs<T: Real>(a: &[T], b: &[T], f: impl Fn(f64, f64) -> f64) -> f
     tree(lanes, |a, b| a + b)
 }
 
-/// `Σ e^(x - shift)` over a row.
-#[inline(always)]
-pub fn sum_exp<T: Real>(x: &[T], shift: T) -> f64 {
-    let mut lanes = [0.0f64; LANES];
-    let chunks = x.chunks_exact(LANES);
-    for (lane, &v) in lanes.iter_mut().zip(chunks.remainder()) {
-        *lane = (v - shift).exp().wide();
-    }
-    for chunk in chunks {
-        for lane in 0..LANES {
-            lanes[lane] += (chunk[lane] - shift).exp().wide();
-        }
-    }
-    tree(lanes, |a, b| a + b)
-}
-
 /// Maximum of a row; NaN wins; -∞ for an empty row.
 #[inline(always)]
 pub fn largest<T: Real>(x: &[T]) -> T {
-    let mut lanes = [T::LOWEST; WIDE];
-    let chunks = x.chunks_exact(WIDE);
-    for (lane, &v) in lanes.iter_mut().zip(chunks.remainder()) {
-        *lane = v;
-    }
-    for chunk in chunks {
-        for lane in 0..WIDE {
-            lanes[lane] = lanes[lane].larger(chunk[lane]);
-        }
-    }
-    tree(lanes, T::larger)
+    extreme(x, T::LOWEST, T::larger)
 }
 
 /// Minimum of a row; NaN wins; ∞ for an empty row.
 #[inline(always)]
 pub fn smallest<T: Real>(x: &[T]) -> T {
-    let mut lanes = [-T::LOWEST; WIDE];
+    extreme(x, -T::LOWEST, T::smaller)
+}
+
+#[inline(always)]
+fn extreme<T: Real>(x: &[T], start: T, join: impl Fn(T, T) -> T) -> T {
+    let mut lanes = [start; WIDE];
     let chunks = x.chunks_exact(WIDE);
     for (lane, &v) in lanes.iter_mut().zip(chunks.remainder()) {
         *lane = v;
     }
     for chunk in chunks {
         for lane in 0..WIDE {
-            lanes[lane] = lanes[lane].smaller(chunk[lane]);
+            lanes[lane] = join(lanes[lane], chunk[lane]);
         }
     }
-    tree(lanes, T::smaller)
+    tree(lanes, join)
 }
 
 /// Joins lanes in halves.

@@ -144,7 +144,6 @@ impl Convolution {
                     }
                 }
             }
-            Ok(())
         });
         fast.with_workspace((filters + data + results) * size_of::<f32>())
     }
@@ -184,7 +183,6 @@ where
                 filters_out(s, dw, [outs, ins], add);
             }
         }
-        Ok(())
     });
     Some(fast.with_workspace((sums + data + results) * size_of::<f32>()))
 }

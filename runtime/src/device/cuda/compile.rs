@@ -2,11 +2,12 @@
 
 use super::nvrtc::{INVALID_OPTION, NO_BUILTINS, NvrtcError, Program};
 use super::search_path::FOLDERS;
+use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::CString;
 use std::num::NonZero;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use thiserror::Error;
 
@@ -59,24 +60,20 @@ type CubinCache = BTreeMap<(Architecture, Arc<str>), Arc<[u8]>>;
 /// Compiled kernels. No thread holds it while it compiles.
 static CUBINS: Mutex<CubinCache> = Mutex::new(BTreeMap::new());
 
-fn lock_cubins() -> MutexGuard<'static, CubinCache> {
-    CUBINS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Compiles a kernel for this architecture, or finds it compiled: GPUs of one architecture share kernels.
 pub fn cubin(text: &Arc<str>, architecture: Architecture) -> Result<Arc<[u8]>, CompileFault> {
     let key = (architecture, text.clone());
-    if let Some(code) = lock_cubins().get(&key) {
+    if let Some(code) = CUBINS.lock().get(&key) {
         return Ok(code.clone());
     }
     let code: Arc<[u8]> = compile(text, architecture, &[])?.cubin.into();
-    lock_cubins().insert(key, code.clone());
+    CUBINS.lock().insert(key, code.clone());
     Ok(code)
 }
 
 /// Compiles kernels on all cores, so that [`cubin`] finds them. For one that does not compile, `cubin` returns the error.
 pub fn compile_all(texts: BTreeSet<Arc<str>>, architecture: Architecture) {
-    let is_new = |text: &Arc<str>| !lock_cubins().contains_key(&(architecture, text.clone()));
+    let is_new = |text: &Arc<str>| !CUBINS.lock().contains_key(&(architecture, text.clone()));
     let texts: Vec<Arc<str>> = texts.into_iter().filter(is_new).collect();
     let threads = thread::available_parallelism().map_or(1, NonZero::get).min(texts.len());
     if threads < 2 {

@@ -3,12 +3,11 @@
 //!
 //! Numbers are those of `cublasLt.h`, `cublas_api.h` and `library_types.h`, which are the same in CUDA 11 to 13.
 
-use super::library::{CudaLibrary, LoadedLibrary};
+use super::library::functions;
 use super::queue::Queue;
 use compiler::tensor::DType;
 use std::ffi::{c_float, c_int, c_void};
 use std::ptr;
-use std::sync::OnceLock;
 use thiserror::Error;
 
 /// A status of libcublasLt, `cublasStatus_t`.
@@ -65,78 +64,26 @@ struct HeuristicResult {
 type Destroy = unsafe extern "C" fn(Handle) -> c_int;
 type SetAttribute = unsafe extern "C" fn(Handle, c_int, *const c_void, usize) -> c_int;
 
-/// The functions, with their documented types.
-struct Functions {
-    create: unsafe extern "C" fn(*mut Handle) -> c_int,
-    destroy: Destroy,
-    product_create: unsafe extern "C" fn(*mut Handle, c_int, c_int) -> c_int,
-    product_set: SetAttribute,
-    product_destroy: Destroy,
-    layout_create: unsafe extern "C" fn(*mut Handle, c_int, u64, u64, i64) -> c_int,
-    layout_set: SetAttribute,
-    layout_destroy: Destroy,
-    preference_create: unsafe extern "C" fn(*mut Handle) -> c_int,
-    preference_set: SetAttribute,
-    preference_destroy: Destroy,
-    heuristic: unsafe extern "C" fn(
-        Handle,
-        Handle,
-        Handle,
-        Handle,
-        Handle,
-        Handle,
-        Handle,
-        c_int,
-        *mut HeuristicResult,
-        *mut c_int,
-    ) -> c_int,
-    matmul: unsafe extern "C" fn(
-        Handle,
-        Handle,
-        *const c_void,
-        *const c_void,
-        Handle,
-        *const c_void,
-        Handle,
-        *const c_void,
-        *const c_void,
-        Handle,
-        *mut c_void,
-        Handle,
-        *const Algorithm,
-        *mut c_void,
-        usize,
-        *mut c_void,
-    ) -> c_int,
-}
-
-impl Functions {
-    /// `None` if the library is not installed, or too old.
-    fn find() -> Option<&'static Functions> {
-        static FOUND: OnceLock<Option<Functions>> = OnceLock::new();
-        FOUND.get_or_init(|| Functions::of(CudaLibrary::CublasLt.find().ok()?)).as_ref()
-    }
-
-    fn of(library: &LoadedLibrary) -> Option<Functions> {
-        // SAFETY: the fields have the documented types of these functions, and the library stays loaded.
-        unsafe {
-            Some(Functions {
-                create: library.function(c"cublasLtCreate")?,
-                destroy: library.function(c"cublasLtDestroy")?,
-                product_create: library.function(c"cublasLtMatmulDescCreate")?,
-                product_set: library.function(c"cublasLtMatmulDescSetAttribute")?,
-                product_destroy: library.function(c"cublasLtMatmulDescDestroy")?,
-                layout_create: library.function(c"cublasLtMatrixLayoutCreate")?,
-                layout_set: library.function(c"cublasLtMatrixLayoutSetAttribute")?,
-                layout_destroy: library.function(c"cublasLtMatrixLayoutDestroy")?,
-                preference_create: library.function(c"cublasLtMatmulPreferenceCreate")?,
-                preference_set: library.function(c"cublasLtMatmulPreferenceSetAttribute")?,
-                preference_destroy: library.function(c"cublasLtMatmulPreferenceDestroy")?,
-                heuristic: library.function(c"cublasLtMatmulAlgoGetHeuristic")?,
-                matmul: library.function(c"cublasLtMatmul")?,
-            })
-        }
-    }
+functions! {
+    CublasLt:
+    create = c"cublasLtCreate": unsafe extern "C" fn(*mut Handle) -> c_int;
+    destroy = c"cublasLtDestroy": Destroy;
+    product_create = c"cublasLtMatmulDescCreate": unsafe extern "C" fn(*mut Handle, c_int, c_int) -> c_int;
+    product_set = c"cublasLtMatmulDescSetAttribute": SetAttribute;
+    product_destroy = c"cublasLtMatmulDescDestroy": Destroy;
+    layout_create = c"cublasLtMatrixLayoutCreate": unsafe extern "C" fn(*mut Handle, c_int, u64, u64, i64) -> c_int;
+    layout_set = c"cublasLtMatrixLayoutSetAttribute": SetAttribute;
+    layout_destroy = c"cublasLtMatrixLayoutDestroy": Destroy;
+    preference_create = c"cublasLtMatmulPreferenceCreate": unsafe extern "C" fn(*mut Handle) -> c_int;
+    preference_set = c"cublasLtMatmulPreferenceSetAttribute": SetAttribute;
+    preference_destroy = c"cublasLtMatmulPreferenceDestroy": Destroy;
+    heuristic = c"cublasLtMatmulAlgoGetHeuristic": unsafe extern "C" fn(
+        Handle, Handle, Handle, Handle, Handle, Handle, Handle, c_int, *mut HeuristicResult, *mut c_int
+    ) -> c_int;
+    matmul = c"cublasLtMatmul": unsafe extern "C" fn(
+        Handle, Handle, *const c_void, *const c_void, Handle, *const c_void, Handle, *const c_void, *const c_void,
+        Handle, *mut c_void, Handle, *const Algorithm, *mut c_void, usize, *mut c_void
+    ) -> c_int;
 }
 
 fn check_status(status: c_int) -> Result<(), CublasError> {

@@ -9,11 +9,12 @@ use super::cudnn_descriptor::{
 };
 use super::queue::Queue;
 use compiler::tensor::DType;
+use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int};
 use std::ops::RangeInclusive;
 use std::ptr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// Heuristic modes A and fallback.
 const MODES: [HeuristicMode; 2] = [HeuristicMode(3), HeuristicMode(2)];
@@ -120,7 +121,7 @@ impl Cudnn {
     /// Opens the library on the GPU whose context the calling thread has bound. `None` if it is not there or does not
     /// start.
     pub fn open() -> Option<Cudnn> {
-        let functions = Functions::find()?;
+        let functions = Functions::known()?;
         let mut raw = ptr::null_mut();
         // SAFETY: the library writes one handle.
         functions.check_status(unsafe { (functions.create)(&mut raw) }).ok()?;
@@ -129,7 +130,7 @@ impl Cudnn {
 
     /// The library for a GPU that is described in JSON, as the library writes it since version 9.8.
     pub fn without_gpu(properties: &str) -> Option<Cudnn> {
-        let functions = Functions::find()?;
+        let functions = Functions::known()?;
         let text: Vec<c_char> = properties.bytes().map(|byte| byte as c_char).collect();
         let describe = || -> Result<Descriptor, CudnnError> {
             let properties = Descriptor::new(functions, kind::GPU_PROPERTIES)?;
@@ -146,7 +147,7 @@ impl Cudnn {
     /// The plan of a convolution, which is made on the first call, with at most `workspace` bytes. `None` if there is
     /// none. The calling thread has bound the context of the GPU.
     pub fn known_plan(&self, convolution: &Convolution, workspace: usize) -> Option<Arc<Plan>> {
-        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut plans = self.plans.lock();
         let entry = plans.entry((convolution.clone(), workspace));
         entry.or_insert_with(|| self.plan(convolution, workspace).ok().map(Arc::new)).clone()
     }
@@ -206,7 +207,7 @@ impl Cudnn {
         let operation = operation.finalise()?;
         let graph = Descriptor::new(f, kind::GRAPH)?;
         if let Target::Context(context) = &self.target {
-            let context = context.lock().unwrap_or_else(PoisonError::into_inner);
+            let context = context.lock();
             graph.set(attribute::GRAPH_CONTEXT, &[Context(context.raw)])?;
         }
         graph.set_descriptor(attribute::GRAPH_OPERATIONS, &operation)?;
@@ -269,7 +270,7 @@ impl Cudnn {
         let plan = Descriptor::new(self.functions, kind::PLAN)?;
         match &self.target {
             Target::Context(context) => {
-                let context = context.lock().unwrap_or_else(PoisonError::into_inner);
+                let context = context.lock();
                 plan.set(attribute::PLAN_CONTEXT, &[Context(context.raw)])?;
             }
             Target::Properties(properties) => plan.set_descriptor(attribute::PLAN_GPU_PROPERTIES, properties)?,
@@ -301,7 +302,7 @@ impl Cudnn {
         pack.set(attribute::VARIANT_PACK_ADDRESSES, &addresses.map(Address))?;
         pack.set(attribute::VARIANT_PACK_WORKSPACE, &[Address(workspace)])?;
         let pack = pack.finalise()?;
-        let context = context.lock().unwrap_or_else(PoisonError::into_inner);
+        let context = context.lock();
         // SAFETY: see above; the stream is live, and no other thread sets another one before the call.
         unsafe {
             self.functions.check_status((self.functions.set_stream)(context.raw, queue.raw().cast()))?;

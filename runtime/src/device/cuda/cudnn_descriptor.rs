@@ -2,10 +2,9 @@
 //!
 //! Numbers are those of `cudnn_graph.h`, which are the same in all versions 9.
 
-use super::library::{CudaLibrary, LoadedLibrary};
+use super::library::functions;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
-use std::sync::OnceLock;
 use thiserror::Error;
 
 /// Why libcudnn does not do something.
@@ -122,47 +121,30 @@ pub(super) mod attribute {
     pub const GPU_PROPERTIES_JSON: i32 = 2702;
 }
 
-/// The functions, with their documented types.
-pub(super) struct Functions {
-    pub create: unsafe extern "C" fn(*mut Raw) -> c_int,
-    pub destroy: unsafe extern "C" fn(Raw) -> c_int,
-    pub set_stream: unsafe extern "C" fn(Raw, *mut c_void) -> c_int,
-    descriptor_create: unsafe extern "C" fn(c_int, *mut Raw) -> c_int,
-    descriptor_destroy: unsafe extern "C" fn(Raw) -> c_int,
-    descriptor_finalize: unsafe extern "C" fn(Raw) -> c_int,
-    descriptor_set: unsafe extern "C" fn(Raw, c_int, c_int, i64, *const c_void) -> c_int,
-    descriptor_get: unsafe extern "C" fn(Raw, c_int, c_int, i64, *mut i64, *mut c_void) -> c_int,
-    pub execute: unsafe extern "C" fn(Raw, Raw, Raw) -> c_int,
-    last_error: unsafe extern "C" fn(*mut c_char, usize),
+functions! {
+    Cudnn:
+    version = c"cudnnGetVersion": unsafe extern "C" fn() -> usize;
+    pub create = c"cudnnCreate": unsafe extern "C" fn(*mut Raw) -> c_int;
+    pub destroy = c"cudnnDestroy": unsafe extern "C" fn(Raw) -> c_int;
+    pub set_stream = c"cudnnSetStream": unsafe extern "C" fn(Raw, *mut c_void) -> c_int;
+    descriptor_create = c"cudnnBackendCreateDescriptor": unsafe extern "C" fn(c_int, *mut Raw) -> c_int;
+    descriptor_destroy = c"cudnnBackendDestroyDescriptor": unsafe extern "C" fn(Raw) -> c_int;
+    descriptor_finalize = c"cudnnBackendFinalize": unsafe extern "C" fn(Raw) -> c_int;
+    descriptor_set = c"cudnnBackendSetAttribute": unsafe extern "C" fn(
+        Raw, c_int, c_int, i64, *const c_void
+    ) -> c_int;
+    descriptor_get = c"cudnnBackendGetAttribute": unsafe extern "C" fn(
+        Raw, c_int, c_int, i64, *mut i64, *mut c_void
+    ) -> c_int;
+    pub execute = c"cudnnBackendExecute": unsafe extern "C" fn(Raw, Raw, Raw) -> c_int;
+    last_error = c"cudnnGetLastErrorString": unsafe extern "C" fn(*mut c_char, usize);
 }
 
 impl Functions {
-    /// `None` if the library is not installed, or too old.
-    pub fn find() -> Option<&'static Functions> {
-        static FOUND: OnceLock<Option<Functions>> = OnceLock::new();
-        FOUND.get_or_init(|| Functions::of(CudaLibrary::Cudnn.find().ok()?)).as_ref()
-    }
-
-    fn of(library: &LoadedLibrary) -> Option<Functions> {
-        // SAFETY: this function and the fields have their documented types, and the library stays loaded.
-        unsafe {
-            let version: unsafe extern "C" fn() -> usize = library.function(c"cudnnGetVersion")?;
-            if version() < OLDEST {
-                return None;
-            }
-            Some(Functions {
-                create: library.function(c"cudnnCreate")?,
-                destroy: library.function(c"cudnnDestroy")?,
-                set_stream: library.function(c"cudnnSetStream")?,
-                descriptor_create: library.function(c"cudnnBackendCreateDescriptor")?,
-                descriptor_destroy: library.function(c"cudnnBackendDestroyDescriptor")?,
-                descriptor_finalize: library.function(c"cudnnBackendFinalize")?,
-                descriptor_set: library.function(c"cudnnBackendSetAttribute")?,
-                descriptor_get: library.function(c"cudnnBackendGetAttribute")?,
-                execute: library.function(c"cudnnBackendExecute")?,
-                last_error: library.function(c"cudnnGetLastErrorString")?,
-            })
-        }
+    /// Those of a version that is new enough.
+    pub fn known() -> Option<&'static Functions> {
+        // SAFETY: the function needs no device.
+        Functions::find().filter(|functions| unsafe { (functions.version)() } >= OLDEST)
     }
 
     pub fn check_status(&self, status: c_int) -> Result<(), CudnnError> {

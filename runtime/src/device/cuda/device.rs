@@ -22,9 +22,10 @@ use compiler::op::Op;
 use compiler::op::collective::is_meeting;
 use compiler::op::table::rule;
 use compiler::tensor::fact::Fact;
+use parking_lot::Mutex;
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// Name of the kind of device.
 pub const NAME: &str = "cuda";
@@ -41,7 +42,7 @@ static OPEN: Mutex<BTreeMap<usize, Arc<CudaDevice>>> = Mutex::new(BTreeMap::new(
 
 /// Opens a GPU by its number. A process opens each once.
 pub fn open(ordinal: usize) -> Result<Arc<dyn Device>, DeviceError> {
-    let mut open_devices = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut open_devices = OPEN.lock();
     if let Some(device) = open_devices.get(&ordinal) {
         return Ok(device.clone());
     }

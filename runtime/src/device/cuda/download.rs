@@ -5,7 +5,8 @@ use super::queue::RawEvent;
 use super::staging::{PinnedMemory, StagingBuffers};
 use crate::device::download::PendingDownload;
 use crate::device::error::DeviceError;
-use std::sync::{Arc, Mutex, PoisonError};
+use parking_lot::Mutex;
+use std::sync::Arc;
 
 /// A copy to pinned memory, which returns to its stream.
 pub struct CudaDownload {
@@ -31,7 +32,7 @@ impl PendingDownload for CudaDownload {
         self.wait()?;
         let CudaDownload { memory, bytes, event, staging, .. } = *self;
         let copy = memory[..bytes].to_vec();
-        staging.lock().unwrap_or_else(PoisonError::into_inner).give_after(memory, event);
+        staging.lock().give_after(memory, event);
         Ok(copy)
     }
 }

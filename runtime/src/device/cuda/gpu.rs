@@ -13,11 +13,12 @@ use crate::device::buffer::DeviceMemory;
 use crate::device::error::DeviceError;
 use crate::device::event::Event;
 use cudarc::driver::{CudaContext, DriverError, result, sys};
+use parking_lot::Mutex;
 use std::any::Any;
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use thiserror::Error;
 
 #[derive(Debug, Error)]
@@ -301,7 +302,7 @@ impl Gpu {
 
     /// The kernel with this source, compiled and loaded on first use.
     pub fn function(&self, text: &Arc<str>) -> Result<Function, GpuError> {
-        let functions = || self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        let functions = || self.functions.lock();
         if let Some(function) = functions().get(text) {
             return Ok(*function);
         }

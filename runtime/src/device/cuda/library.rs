@@ -49,6 +49,31 @@ impl LoadedLibrary {
     }
 }
 
+/// The functions of a library that pipec calls, with their documented types.
+macro_rules! functions {
+    ($library:ident: $($visibility:vis $field:ident = $name:literal: $type:ty;)*) => {
+        /// The functions, with their documented types.
+        pub(super) struct Functions {
+            $($visibility $field: $type,)*
+        }
+
+        impl Functions {
+            /// `None` if the library is not installed, or too old.
+            pub fn find() -> Option<&'static Functions> {
+                static FOUND: std::sync::OnceLock<Option<Functions>> = std::sync::OnceLock::new();
+                let find = || {
+                    let library = $crate::device::cuda::library::CudaLibrary::$library.find().ok()?;
+                    // SAFETY: the fields have the documented types of these functions, and the library stays loaded.
+                    unsafe { Some(Functions { $($field: library.function($name)?,)* }) }
+                };
+                FOUND.get_or_init(find).as_ref()
+            }
+        }
+    };
+}
+
+pub(super) use functions;
+
 impl CudaLibrary {
     /// The name of its file without a version.
     pub fn file(self) -> &'static str {

@@ -14,8 +14,8 @@ use super::per_gpu::PerGpu;
 use super::queue::Queue;
 use crate::device::layout::TensorLayout;
 use compiler::op::MatMul;
+use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
 
 /// Alignment in bytes of the workspace.
 pub(super) const WORKSPACE_ALIGNMENT: u64 = 256;
@@ -123,7 +123,7 @@ impl Problem {
         /// By problem, product name of the GPU and limit of the workspace.
         type AlgorithmCache = HashMap<(Problem, String, usize), Option<(Algorithm, usize)>>;
         static ALGORITHMS: Mutex<Option<AlgorithmCache>> = Mutex::new(None);
-        let mut algorithms = ALGORITHMS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut algorithms = ALGORITHMS.lock();
         let algorithms = algorithms.get_or_insert_default();
         let key = (self.clone(), gpu.info().name.clone(), workspace);
         let algorithm = match algorithms.get(&key) {

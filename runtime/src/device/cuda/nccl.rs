@@ -7,7 +7,7 @@
 
 use super::device::open;
 use super::gpu::Gpu;
-use super::library::{CudaLibrary, LoadedLibrary};
+use super::library::functions;
 use super::stream::CudaStream;
 use crate::device::api::Stream;
 use crate::device::buffer::Buffer;
@@ -16,9 +16,10 @@ use crate::device::memory_counter::MemoryCounter;
 use crate::device::pool::Pool;
 use crate::device::tensor_link::{LinkEnd, Role, TensorLink, Transport};
 use cudarc::driver::{DriverError, sys};
+use parking_lot::Mutex;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::Arc;
 
 /// Bytes of an id, `NCCL_UNIQUE_ID_BYTES`.
 const ID_BYTES: usize = 128;
@@ -34,41 +35,19 @@ struct UniqueId([u8; ID_BYTES]);
 type Comm = *mut c_void;
 type Transfer<P> = unsafe extern "C" fn(P, usize, c_int, c_int, Comm, *mut c_void) -> c_int;
 
-/// The functions, with their documented types.
-struct Functions {
-    new_id: unsafe extern "C" fn(*mut UniqueId) -> c_int,
-    init: unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> c_int,
-    send: Transfer<*const c_void>,
-    receive: Transfer<*mut c_void>,
-    destroy: unsafe extern "C" fn(Comm) -> c_int,
-    abort: unsafe extern "C" fn(Comm) -> c_int,
-    async_error: unsafe extern "C" fn(Comm, *mut c_int) -> c_int,
-    error: unsafe extern "C" fn(c_int) -> *const c_char,
+functions! {
+    Nccl:
+    new_id = c"ncclGetUniqueId": unsafe extern "C" fn(*mut UniqueId) -> c_int;
+    init = c"ncclCommInitRank": unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> c_int;
+    send = c"ncclSend": Transfer<*const c_void>;
+    receive = c"ncclRecv": Transfer<*mut c_void>;
+    destroy = c"ncclCommDestroy": unsafe extern "C" fn(Comm) -> c_int;
+    abort = c"ncclCommAbort": unsafe extern "C" fn(Comm) -> c_int;
+    async_error = c"ncclCommGetAsyncError": unsafe extern "C" fn(Comm, *mut c_int) -> c_int;
+    error = c"ncclGetErrorString": unsafe extern "C" fn(c_int) -> *const c_char;
 }
 
 impl Functions {
-    /// `None` if the library is not installed, or too old for point-to-point transfers (2.7).
-    fn find() -> Option<&'static Functions> {
-        static FOUND: OnceLock<Option<Functions>> = OnceLock::new();
-        FOUND.get_or_init(|| Functions::of(CudaLibrary::Nccl.find().ok()?)).as_ref()
-    }
-
-    fn of(library: &LoadedLibrary) -> Option<Functions> {
-        // SAFETY: the fields have the documented types of these functions, and the library stays loaded.
-        unsafe {
-            Some(Functions {
-                new_id: library.function(c"ncclGetUniqueId")?,
-                init: library.function(c"ncclCommInitRank")?,
-                send: library.function(c"ncclSend")?,
-                receive: library.function(c"ncclRecv")?,
-                destroy: library.function(c"ncclCommDestroy")?,
-                abort: library.function(c"ncclCommAbort")?,
-                async_error: library.function(c"ncclCommGetAsyncError")?,
-                error: library.function(c"ncclGetErrorString")?,
-            })
-        }
-    }
-
     fn check_status(&self, gpu: &Gpu, status: c_int) -> Result<(), DeviceError> {
         if status == 0 {
             return Ok(());
@@ -122,7 +101,7 @@ impl Transport for Nccl {
             LinkEnd::Sending => link.send(&*link.one_byte()?)?,
             LinkEnd::Receiving => _ = link.receive(1, 1, Role::Message)?,
         }
-        link.lock().stream.finish()?;
+        link.state.lock().stream.finish()?;
         Ok(Arc::new(link))
     }
 }
@@ -147,14 +126,9 @@ struct NcclLink {
 }
 
 impl NcclLink {
-    // No code panics while it holds the lock with inconsistent state.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A buffer of one byte.
     fn one_byte(&self) -> Result<Arc<Buffer>, DeviceError> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let buffer = state.pools[Role::Message as usize].take(1)?;
         state.stream.release(&buffer)?;
         Ok(buffer)
@@ -175,7 +149,7 @@ fn raw(stream: sys::CUstream) -> *mut c_void {
 
 impl TensorLink for NcclLink {
     fn send(&self, buffer: &Buffer) -> Result<(), DeviceError> {
-        let state = self.lock();
+        let state = self.state.lock();
         if state.comm.is_null() {
             return Err(self.link_error());
         }
@@ -193,7 +167,7 @@ impl TensorLink for NcclLink {
     }
 
     fn receive(&self, bytes: usize, room: usize, role: Role) -> Result<Arc<Buffer>, DeviceError> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.comm.is_null() {
             return Err(self.link_error());
         }
@@ -215,7 +189,7 @@ impl TensorLink for NcclLink {
     }
 
     fn check(&self) -> Result<(), DeviceError> {
-        let state = self.lock();
+        let state = self.state.lock();
         if state.comm.is_null() {
             return Ok(());
         }
@@ -232,7 +206,7 @@ impl TensorLink for NcclLink {
     }
 
     fn abort(&self) {
-        let comm = std::mem::replace(&mut self.lock().comm, ptr::null_mut());
+        let comm = std::mem::replace(&mut self.state.lock().comm, ptr::null_mut());
         if !comm.is_null() && self.bind().is_ok() {
             // SAFETY: the handle is used nowhere after this.
             unsafe { (self.functions.abort)(comm) };
@@ -242,7 +216,7 @@ impl TensorLink for NcclLink {
 
 impl Drop for NcclLink {
     fn drop(&mut self) {
-        let comm = self.lock().comm;
+        let comm = self.state.lock().comm;
         if !comm.is_null() && self.bind().is_ok() {
             // SAFETY: as in `abort`. Queued transfers are done first.
             unsafe { (self.functions.destroy)(comm) };

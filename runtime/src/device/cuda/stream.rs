@@ -14,7 +14,7 @@ use super::queue::{Queue, RawEvent};
 use super::staging::{PinnedMemory, StagingBuffers};
 use super::verbs;
 use super::verbs::{MOST_BLOCKS, PARTS, THREADS, Verb};
-use crate::device::api::{AverageStep, Kernel, OutputMode, ParameterUpdate, Rows, Stream, WeightRegions};
+use crate::device::api::{AverageStep, Elementwise, Kernel, OutputMode, ParameterUpdate, Rows, Stream, WeightRegions};
 use crate::device::buffer::{Buffer, DeviceMemory};
 use crate::device::download::Download;
 use crate::device::error::DeviceError;
@@ -23,10 +23,12 @@ use crate::device::optimizer::{Prediction, UpdateRule};
 use crate::device::region::{Region, RegionMut};
 use compiler::tensor::DType;
 use cudarc::driver::{DriverError, result};
+use parking_lot::Mutex;
 use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::mem::discriminant;
+use std::sync::Arc;
 use std::time::Duration;
 
 const FAULT_BYTES: usize = size_of::<Fault>();
@@ -68,10 +70,6 @@ impl CudaStream {
 
     pub(super) fn queue(&self) -> &Queue {
         &self.queue
-    }
-
-    fn staging(&self) -> MutexGuard<'_, StagingBuffers> {
-        self.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn call<T>(&self, driver_call: impl FnOnce() -> Result<T, DriverError>) -> Result<T, DeviceError> {
@@ -130,11 +128,11 @@ impl CudaStream {
         }
         let mut state = self.state.borrow_mut();
         self.look_for_fault(&mut state)?;
-        let mut pinned = self.call(|| self.staging().take(bytes))?;
+        let mut pinned = self.call(|| self.staging.lock().take(bytes))?;
         fill(&mut pinned[..bytes]);
         // SAFETY: both sides have the bytes; the staging buffer is not touched before the copy is done.
         self.call(|| unsafe { result::memcpy_htod_async(address, &pinned[..bytes], self.queue.raw()) })?;
-        self.call(|| self.staging().give(pinned, &self.queue))
+        self.call(|| self.staging.lock().give(pinned, &self.queue))
     }
 
     /// Starts to copy from an address to the host.
@@ -142,7 +140,7 @@ impl CudaStream {
         if bytes == 0 {
             return Ok(Download::Done(Vec::new()));
         }
-        let mut memory = self.call(|| self.staging().take(bytes))?;
+        let mut memory = self.call(|| self.staging.lock().take(bytes))?;
         // SAFETY: both sides have the bytes; the host reads them after the event.
         self.call(|| unsafe { result::memcpy_dtoh_async(&mut memory[..bytes], address, self.queue.raw()) })?;
         let event = self.call(|| RawEvent::record(&self.queue))?;
@@ -153,14 +151,14 @@ impl CudaStream {
     /// Waits, and passes on what was read from an address.
     fn read_from(&self, address: u64, bytes: usize, read: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
         let mut state = self.state.borrow_mut();
-        let mut pinned = self.call(|| self.staging().take(bytes.max(1)))?;
+        let mut pinned = self.call(|| self.staging.lock().take(bytes.max(1)))?;
         if bytes > 0 {
             // SAFETY: both sides have the bytes; the host reads them after it has waited.
             self.call(|| unsafe { result::memcpy_dtoh_async(&mut pinned[..bytes], address, self.queue.raw()) })?;
         }
         self.wait_for_all(&mut state.fault)?;
         read(&pinned[..bytes]);
-        self.call(|| self.staging().give(pinned, &self.queue))
+        self.call(|| self.staging.lock().give(pinned, &self.queue))
     }
 
     /// Returns the fault of a kernel, if one is known, and copies the cell again. Does not wait.
@@ -297,27 +295,24 @@ impl Stream for CudaStream {
         }
     }
 
-    fn accumulate(&self, dtype: DType, term: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
-        self.launch_elements(
-            Verb::Accumulate(dtype),
-            || verbs::accumulate(dtype),
-            term.len() / dtype.size(),
-            &[term.address(), sum.address()],
-        )
-    }
-
-    fn add(&self, dtype: DType, first: Region<'_>, second: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
-        let words = [first.address(), second.address(), sum.address()];
-        self.launch_elements(Verb::Add(dtype), || verbs::add(dtype), sum.len() / dtype.size(), &words)
-    }
-
-    fn scale(&self, dtype: DType, values: RegionMut<'_>, factor: f64) -> Result<(), DeviceError> {
-        self.launch_elements(
-            Verb::Scale(dtype),
-            || verbs::scale(dtype),
-            values.len() / dtype.size(),
-            &[values.address(), factor.to_bits()],
-        )
+    fn elementwise(
+        &self,
+        verb: Elementwise,
+        dtype: DType,
+        operands: &[Region<'_>],
+        result: RegionMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let factor = match verb {
+            Elementwise::Accumulate | Elementwise::Add => None,
+            Elementwise::Scale(factor) | Elementwise::AverageUpdate { keep: factor } => Some(factor),
+            Elementwise::SetBack { steps } => Some(f64::from(steps)),
+        };
+        let mut words: Vec<u64> = operands.iter().map(|operand| operand.address()).collect();
+        words.push(result.address());
+        words.extend(factor.map(f64::to_bits));
+        let count = operands.first().map_or(result.len(), Region::len) / dtype.size();
+        let verb_of_type = Verb::Elementwise(discriminant(&verb), dtype);
+        self.launch_elements(verb_of_type, || verbs::elementwise(verb, dtype), count, &words)
     }
 
     fn squared_norms(&self, tensors: &[(DType, Region<'_>)]) -> Result<Vec<f64>, DeviceError> {
@@ -391,33 +386,6 @@ impl Stream for CudaStream {
         words.extend(factors.iter().map(|(_, factor)| factor.to_bits()));
         let verb = Verb::Predict(RuleVariant::of(rule), dtype);
         self.launch_elements(verb, || optimizer::predict(rule, dtype, &factors), weights.len() / dtype.size(), &words)
-    }
-
-    fn average_update(
-        &self,
-        dtype: DType,
-        (old, new): (Region<'_>, Region<'_>),
-        keep: f64,
-        average: RegionMut<'_>,
-    ) -> Result<(), DeviceError> {
-        let words = [old.address(), new.address(), average.address(), keep.to_bits()];
-        self.launch_elements(
-            Verb::AverageUpdate(dtype),
-            || verbs::average_update(dtype),
-            average.len() / dtype.size(),
-            &words,
-        )
-    }
-
-    fn set_back_weights(
-        &self,
-        dtype: DType,
-        weights: Region<'_>,
-        (average, steps): (Region<'_>, u32),
-        to: RegionMut<'_>,
-    ) -> Result<(), DeviceError> {
-        let words = [weights.address(), average.address(), to.address(), f64::from(steps).to_bits()];
-        self.launch_elements(Verb::SetBack(dtype), || verbs::set_back(dtype), weights.len() / dtype.size(), &words)
     }
 
     fn moving_averages(&self, steps: Vec<AverageStep<'_>>) -> Result<(), DeviceError> {

@@ -8,9 +8,11 @@ use super::draft::PACK_BYTES;
 use super::element::{load, storage_type, store};
 use super::optimizer::RuleVariant;
 use super::prelude::{ENTRY, PRELUDE};
+use crate::device::api::Elementwise;
 use crate::device::layout::accumulation_type;
 use compiler::tensor::DType;
 use std::fmt::Write;
+use std::mem::Discriminant;
 use std::sync::Arc;
 
 /// Threads of a block.
@@ -31,12 +33,8 @@ pub enum Verb {
     },
     /// Of elements with this number of bytes.
     CopyRows(usize),
-    Accumulate(DType),
-    Add(DType),
-    Scale(DType),
+    Elementwise(Discriminant<Elementwise>, DType),
     Squares(DType),
-    AverageUpdate(DType),
-    SetBack(DType),
     MovingAverages(DType),
     /// Of elements with this number of bytes.
     Pack(usize),
@@ -145,24 +143,28 @@ pub fn copy_rows(size: usize) -> Arc<str> {
     .into()
 }
 
-/// `sum += term`
-pub fn accumulate(dtype: DType) -> Arc<str> {
-    let arrays = [("x", dtype, Reads), ("y", accumulation_type(dtype), Updates)];
-    elementwise_kernel(&arrays, &[], &format!("y = y + {};", load(dtype, "x")))
-}
-
-/// `sum = first + second`
-pub fn add(dtype: DType) -> Arc<str> {
-    elementwise_kernel(&[("a", dtype, Reads), ("b", dtype, Reads), ("y", dtype, Writes)], &[], "y = a + b;")
-}
-
-/// `values *= factor`
-pub fn scale(dtype: DType) -> Arc<str> {
-    elementwise_kernel(
-        &[("y", dtype, Updates)],
-        &["factor"],
-        &format!("y = ({})((f64)y * factor);", storage_type(dtype)),
-    )
+/// The verb on operands of this type; its factor is an argument.
+pub fn elementwise(verb: Elementwise, dtype: DType) -> Arc<str> {
+    let kind = storage_type(dtype);
+    let read = |name| (name, dtype, Reads);
+    match verb {
+        Elementwise::Accumulate => {
+            let arrays = [read("x"), ("y", accumulation_type(dtype), Updates)];
+            elementwise_kernel(&arrays, &[], &format!("y = y + {};", load(dtype, "x")))
+        }
+        Elementwise::Add => elementwise_kernel(&[read("a"), read("b"), ("y", dtype, Writes)], &[], "y = a + b;"),
+        Elementwise::Scale(_) => {
+            elementwise_kernel(&[("y", dtype, Updates)], &["factor"], &format!("y = ({kind})((f64)y * factor);"))
+        }
+        Elementwise::AverageUpdate { .. } => {
+            let lines = format!("y = ({kind})(keep * (f64)y + (1.0 - keep) * ((f64)b - (f64)a));");
+            elementwise_kernel(&[read("a"), read("b"), ("y", dtype, Updates)], &["keep"], &lines)
+        }
+        Elementwise::SetBack { .. } => {
+            let lines = format!("y = ({kind})((f64)w - steps * (f64)average);");
+            elementwise_kernel(&[read("w"), read("average"), ("y", dtype, Writes)], &["steps"], &lines)
+        }
+    }
 }
 
 /// Sums of squares of [`PARTS`] parts of a tensor, in `f64`.
@@ -176,16 +178,4 @@ pub fn squares(dtype: DType) -> Arc<str> {
          if (threadIdx.x == 0) parts[blockIdx.x] = sum;\n}}\n"
     )
     .into()
-}
-
-/// `average = keep · average + (1 − keep) · (new − old)`
-pub fn average_update(dtype: DType) -> Arc<str> {
-    let lines = format!("y = ({})(keep * (f64)y + (1.0 - keep) * ((f64)b - (f64)a));", storage_type(dtype));
-    elementwise_kernel(&[("a", dtype, Reads), ("b", dtype, Reads), ("y", dtype, Updates)], &["keep"], &lines)
-}
-
-/// `to = weights − steps · average`
-pub fn set_back(dtype: DType) -> Arc<str> {
-    let lines = format!("y = ({})((f64)w - steps * (f64)average);", storage_type(dtype));
-    elementwise_kernel(&[("w", dtype, Reads), ("average", dtype, Reads), ("y", dtype, Writes)], &["steps"], &lines)
 }

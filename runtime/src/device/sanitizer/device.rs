@@ -17,9 +17,10 @@ use crate::device::region::{Region, RegionMut};
 use compiler::op::Op;
 use compiler::pass::memory::ALIGNMENT;
 use compiler::tensor::fact::Fact;
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, LazyLock, Weak};
 
 /// The name of the device.
 pub const NAME: &str = "cpu-sanitizer";
@@ -70,7 +71,7 @@ impl Shared {
         }
         let (memory, range) = self.find(address, bytes).ok_or(DeviceError::Foreign { what: "memory" })?;
         let access = Access { stream, count, range: range.clone(), is_write };
-        let conflict = memory.history().add(&access, &[clock, &self.done]);
+        let conflict = memory.history.lock().add(&access, &[clock, &self.done]);
         match conflict {
             None => Ok(CheckedRange { memory, range }),
             Some(old) => Err(DeviceError::Failed {
@@ -86,23 +87,12 @@ impl Shared {
     }
 }
 
-/// Locks the state of the device. No code panics while it holds the lock.
-pub fn lock(shared: &Mutex<Shared>) -> MutexGuard<'_, Shared> {
-    shared.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// A buffer with an invented address.
 pub struct Memory {
     address: u64,
     host: Buffer,
     history: Mutex<History>,
     shared: Arc<Mutex<Shared>>,
-}
-
-impl Memory {
-    fn history(&self) -> MutexGuard<'_, History> {
-        self.history.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// A buffer of the device, as the shared pointer that [`Buffer`] holds.
@@ -120,8 +110,8 @@ impl DeviceMemory for Handle {
     fn download(&self, start: usize, to: &mut [u8]) -> Result<(), DeviceError> {
         let range = start..start + to.len();
         // Locked in the order of `Shared::access`.
-        let shared = lock(&self.0.shared);
-        let unfinished = self.0.history().unfinished_write(&range, &shared.done);
+        let shared = self.0.shared.lock();
+        let unfinished = self.0.history.lock().unfinished_write(&range, &shared.done);
         drop(shared);
         if let Some(write) = unfinished {
             let what = format!("the host reads a buffer before stream {} has written it", write.stream);
@@ -134,7 +124,7 @@ impl DeviceMemory for Handle {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        lock(&self.shared).memories.remove(&self.address);
+        self.shared.lock().memories.remove(&self.address);
     }
 }
 
@@ -185,7 +175,7 @@ impl Device for SanitizerDevice {
 
     fn allocate(&self, bytes: usize) -> Result<Buffer, DeviceError> {
         let host = Buffer::host(bytes);
-        let mut shared = lock(&self.shared);
+        let mut shared = self.shared.lock();
         let address = shared.next_address;
         shared.next_address += bytes.max(1).next_multiple_of(ALIGNMENT) as u64;
         let memory = Arc::new(Memory { address, host, history: Mutex::default(), shared: self.shared.clone() });
@@ -194,7 +184,7 @@ impl Device for SanitizerDevice {
     }
 
     fn can_access(&self, buffer: &Buffer) -> bool {
-        buffer.is_empty() || lock(&self.shared).find(buffer.region().address(), buffer.len()).is_some()
+        buffer.is_empty() || self.shared.lock().find(buffer.region().address(), buffer.len()).is_some()
     }
 
     fn kernel(&self, op: &Op, inputs: &[Fact], outputs: &[Fact]) -> Result<Arc<dyn Kernel>, DeviceError> {
@@ -207,7 +197,7 @@ impl Device for SanitizerDevice {
 
     fn stream(&self) -> Result<Box<dyn Stream>, DeviceError> {
         let number = {
-            let mut shared = lock(&self.shared);
+            let mut shared = self.shared.lock();
             shared.next_stream += 1;
             shared.next_stream
         };

@@ -1,8 +1,8 @@
 //! Streams whose methods check that their accesses are ordered, and then run on the CPU.
 
 use super::clock::Clock;
-use super::device::{CheckedRange, Shared, lock, sanitizer};
-use crate::device::api::{AverageStep, Kernel, OutputMode, ParameterUpdate, Stream, WeightRegions};
+use super::device::{CheckedRange, Shared, sanitizer};
+use crate::device::api::{AverageStep, Elementwise, Kernel, OutputMode, ParameterUpdate, Stream, WeightRegions};
 use crate::device::buffer::Buffer;
 use crate::device::cpu::device::CpuStream;
 use crate::device::error::DeviceError;
@@ -10,9 +10,10 @@ use crate::device::event::{DeviceEvent, Event};
 use crate::device::optimizer::{Prediction, UpdateRule};
 use crate::device::region::{Region, RegionMut};
 use compiler::tensor::DType;
+use parking_lot::Mutex;
 use std::any::Any;
 use std::cell::RefCell;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 pub struct SanitizerStream {
     number: u64,
@@ -40,7 +41,7 @@ impl StreamCall<'_> {
     fn access(&self, region: Region<'_>, is_write: bool) -> Result<CheckedRange, DeviceError> {
         let clock = self.stream.clock.borrow();
         let caller = (self.stream.number, self.count, &*clock);
-        lock(&self.stream.shared).access((region.address(), region.len()), caller, is_write)
+        self.stream.shared.lock().access((region.address(), region.len()), caller, is_write)
     }
 
     fn read(&self, region: Region<'_>) -> Result<CheckedRange, DeviceError> {
@@ -109,24 +110,18 @@ impl Stream for SanitizerStream {
         CpuStream.cast((from.0, source.region()), (to.0, unsafe { target.region_mut() }))
     }
 
-    fn accumulate(&self, dtype: DType, term: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
+    fn elementwise(
+        &self,
+        verb: Elementwise,
+        dtype: DType,
+        operands: &[Region<'_>],
+        result: RegionMut<'_>,
+    ) -> Result<(), DeviceError> {
         let call = self.begin_call();
-        let (term, sum) = (call.read(term)?, call.write(&sum)?);
+        let (operands, result) = (call.read_all(operands)?, call.write(&result)?);
+        let operands: Vec<Region<'_>> = operands.iter().map(CheckedRange::region).collect();
         // SAFETY: see above.
-        CpuStream.accumulate(dtype, term.region(), unsafe { sum.region_mut() })
-    }
-
-    fn add(&self, dtype: DType, first: Region<'_>, second: Region<'_>, sum: RegionMut<'_>) -> Result<(), DeviceError> {
-        let call = self.begin_call();
-        let (first, second, sum) = (call.read(first)?, call.read(second)?, call.write(&sum)?);
-        // SAFETY: see above.
-        CpuStream.add(dtype, first.region(), second.region(), unsafe { sum.region_mut() })
-    }
-
-    fn scale(&self, dtype: DType, values: RegionMut<'_>, factor: f64) -> Result<(), DeviceError> {
-        let values = self.begin_call().write(&values)?;
-        // SAFETY: see above.
-        CpuStream.scale(dtype, unsafe { values.region_mut() }, factor)
+        CpuStream.elementwise(verb, dtype, &operands, unsafe { result.region_mut() })
     }
 
     fn squared_norms(&self, tensors: &[(DType, Region<'_>)]) -> Result<Vec<f64>, DeviceError> {
@@ -181,32 +176,6 @@ impl Stream for SanitizerStream {
         CpuStream.predict_weights(rule, prediction, weights.region(), &state, unsafe { to.region_mut() })
     }
 
-    fn average_update(
-        &self,
-        dtype: DType,
-        (old, new): (Region<'_>, Region<'_>),
-        keep: f64,
-        average: RegionMut<'_>,
-    ) -> Result<(), DeviceError> {
-        let call = self.begin_call();
-        let (old, new, average) = (call.read(old)?, call.read(new)?, call.write(&average)?);
-        // SAFETY: see above.
-        CpuStream.average_update(dtype, (old.region(), new.region()), keep, unsafe { average.region_mut() })
-    }
-
-    fn set_back_weights(
-        &self,
-        dtype: DType,
-        weights: Region<'_>,
-        (average, steps): (Region<'_>, u32),
-        to: RegionMut<'_>,
-    ) -> Result<(), DeviceError> {
-        let call = self.begin_call();
-        let (weights, average, to) = (call.read(weights)?, call.read(average)?, call.write(&to)?);
-        // SAFETY: see above.
-        CpuStream.set_back_weights(dtype, weights.region(), (average.region(), steps), unsafe { to.region_mut() })
-    }
-
     fn moving_averages(&self, steps: Vec<AverageStep<'_>>) -> Result<(), DeviceError> {
         steps.into_iter().try_for_each(|step| {
             let state = self.begin_call().write(&step.state)?;
@@ -228,7 +197,7 @@ impl Stream for SanitizerStream {
     }
 
     fn finish(&self) -> Result<(), DeviceError> {
-        lock(&self.shared).finish(&self.clock.borrow());
+        self.shared.lock().finish(&self.clock.borrow());
         Ok(())
     }
 }
@@ -245,11 +214,11 @@ impl DeviceEvent for SanitizerEvent {
     }
 
     fn has_occurred(&self) -> bool {
-        lock(&self.shared).is_done(&self.clock)
+        self.shared.lock().is_done(&self.clock)
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
-        lock(&self.shared).finish(&self.clock);
+        self.shared.lock().finish(&self.clock);
         Ok(())
     }
 }

@@ -463,36 +463,21 @@ unsafe fn pack_right(b: Rows, depth: usize, columns: usize, panel: *mut f32) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cpu::panels::product::tests::{SHAPES, numbers};
+    use crate::device::cpu::panels::product::tests::{SHAPES, compare_packed};
 
     #[test]
     fn products_with_a_packed_factor_are_those_of_the_factor_as_it_lies() {
         if !is_supported() {
             return println!("skipped: no AVX2");
         }
-        for ([m, n, k], is_transposed) in SHAPES.iter().flat_map(|&shape| [(shape, false), (shape, true)]) {
-            let (a, b, before) = (numbers(m * k, 1), numbers(n * k, 2), numbers(m * (n + 3), 3));
-            let a = Rows { at: a.as_ptr(), row: k, step: 1 };
-            let (row, step) = if is_transposed { (1, k) } else { (n, 1) };
-            let b = Rows { at: b.as_ptr(), row, step };
-            let mut packed = vec![0.0; packed_len(n, k)];
+        compare_packed(&SHAPES, matrices, |[m, n, k], [a, b], c, [add, backwards]| {
             assert!(fits_cache(k));
-            // SAFETY: the operand and its panels have this size.
-            unsafe { pack_all(b, [n, k], packed.as_mut_ptr()) };
-            for add in [false, true] {
-                let (mut want, mut got, mut backward) = (before.clone(), before.clone(), before.clone());
-                // SAFETY: the operands have these sizes.
-                unsafe {
-                    matrices([m, n, k], a, b, (want.as_mut_ptr(), n + 3), add);
-                    packed_product([m, n, k], a, packed.as_ptr(), (got.as_mut_ptr(), n + 3), add, false);
-                    packed_product([m, n, k], a, packed.as_ptr(), (backward.as_mut_ptr(), n + 3), add, true);
-                }
-                let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 2e-6 * (k as f32).sqrt();
-                assert!(want.iter().zip(&got).all(close), "{m}x{n}x{k} {is_transposed} {add}");
-                assert_eq!(got, backward, "{m}x{n}x{k} {is_transposed} {add}: backwards");
-                let padding = |c: &[f32]| c.chunks(n + 3).flat_map(|row| row[n..].to_vec()).collect::<Vec<_>>();
-                assert_eq!(padding(&got), padding(&before), "{m}x{n}x{k}: beside the result");
+            let mut packed = vec![0.0; packed_len(n, k)];
+            // SAFETY: the operands and the panels have these sizes.
+            unsafe {
+                pack_all(b, [n, k], packed.as_mut_ptr());
+                packed_product([m, n, k], a, packed.as_ptr(), c, add, backwards);
             }
-        }
+        });
     }
 }

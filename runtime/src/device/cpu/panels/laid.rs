@@ -103,9 +103,9 @@ pub unsafe fn product(
 #[cfg(test)]
 mod tests {
     use super::super::product::matrices;
+    use super::super::product::tests::compare_packed;
     use super::super::{Line, is_supported};
     use super::*;
-    use compiler::op::dropout::mix;
 
     /// Sizes with full and partial tiles, panels and depth blocks.
     const SHAPES: [[usize; 3]; 9] = [
@@ -120,38 +120,20 @@ mod tests {
         [70, 1, 24576],
     ];
 
-    fn numbers(count: usize, seed: u64) -> Vec<f32> {
-        (0..count as u64).map(|i| (mix(seed << 32 | i) >> 40) as f32 / (1u64 << 23) as f32 - 1.0).collect()
-    }
-
     #[test]
     fn products_are_those_of_the_factor_as_it_lies() {
         if !is_supported() {
             return println!("skipped: no AVX-512");
         }
-        for ([m, n, k], is_transposed) in SHAPES.iter().flat_map(|&shape| [(shape, false), (shape, true)]) {
+        compare_packed(&SHAPES, matrices, |[m, n, k], [a, b], c, [add, backwards]| {
             assert!(fits_cache(k));
-            let (a, b, before) = (numbers(m * k, 1), numbers(n * k, 2), numbers(m * (n + 3), 3));
-            let left = Rows { at: a.as_ptr(), row: k, step: 1 };
-            let (row, step) = if is_transposed { (1, k) } else { (n, 1) };
-            let right = Rows { at: b.as_ptr(), row, step };
             let mut buffer = vec![Line([0.0; LANES]); packed_len(n, k) / LANES];
             let buffer: *mut f32 = buffer.as_mut_ptr().cast();
-            for add in [false, true] {
-                let (mut want, mut got, mut backward) = (before.clone(), before.clone(), before.clone());
-                // SAFETY: operands have these sizes, and the buffer fits the panels.
-                unsafe {
-                    pack_all(&right, [n, k], buffer);
-                    matrices([m, n, k], left, right, (want.as_mut_ptr(), n + 3), add);
-                    product([m, n, k], left, buffer, (got.as_mut_ptr(), n + 3), add, false);
-                    product([m, n, k], left, buffer, (backward.as_mut_ptr(), n + 3), add, true);
-                }
-                let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 2e-6 * (k as f32).sqrt();
-                assert!(want.iter().zip(&got).all(close), "{m}x{n}x{k} {is_transposed} {add}");
-                assert_eq!(got, backward, "{m}x{n}x{k} {is_transposed} {add}: backwards");
-                let padding = |c: &[f32]| c.chunks(n + 3).flat_map(|row| row[n..].to_vec()).collect::<Vec<_>>();
-                assert_eq!(padding(&got), padding(&before), "{m}x{n}x{k}: beside the result");
+            // SAFETY: the operands have these sizes, and the buffer fits the panels.
+            unsafe {
+                pack_all(&b, [n, k], buffer);
+                product([m, n, k], a, buffer, c, add, backwards);
             }
-        }
+        });
     }
 }

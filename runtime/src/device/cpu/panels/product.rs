@@ -323,18 +323,10 @@ pub unsafe fn matrices([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, c_row): (*mu
 pub mod tests {
     use super::*;
     use crate::device::cpu::panels::{avx2, is_supported};
-
-    pub fn numbers(count: usize, seed: u64) -> Vec<f32> {
-        let mut state = seed;
-        let mut next = || {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-        };
-        (0..count).map(|_| next()).collect()
-    }
+    use crate::device::cpu::tests::numbers;
 
     /// [`matrices`] or that of [`avx2`].
-    type Matrices = unsafe fn([usize; 3], Rows, Rows, (*mut f32, usize), bool);
+    pub type Matrices = unsafe fn([usize; 3], Rows, Rows, (*mut f32, usize), bool);
 
     /// The products that this processor can compute.
     fn supported() -> Vec<Matrices> {
@@ -431,6 +423,32 @@ pub mod tests {
                         }
                     }
                 }
+            }
+        }
+    }
+
+    /// Compares products of `matrices` with those of a packed right factor, whose arguments end with `add` and `backwards`.
+    pub fn compare_packed(
+        shapes: &[[usize; 3]],
+        matrices: Matrices,
+        packed: impl Fn([usize; 3], [Rows; 2], (*mut f32, usize), [bool; 2]),
+    ) {
+        for (&[m, n, k], is_transposed) in shapes.iter().flat_map(|shape| [(shape, false), (shape, true)]) {
+            let (a, b, before) = (numbers(m * k, 1), numbers(n * k, 2), numbers(m * (n + 3), 3));
+            let a = Rows { at: a.as_ptr(), row: k, step: 1 };
+            let (row, step) = if is_transposed { (1, k) } else { (n, 1) };
+            let b = Rows { at: b.as_ptr(), row, step };
+            for add in [false, true] {
+                let (mut want, mut got, mut backward) = (before.clone(), before.clone(), before.clone());
+                // SAFETY: the operands have these sizes.
+                unsafe { matrices([m, n, k], a, b, (want.as_mut_ptr(), n + 3), add) };
+                packed([m, n, k], [a, b], (got.as_mut_ptr(), n + 3), [add, false]);
+                packed([m, n, k], [a, b], (backward.as_mut_ptr(), n + 3), [add, true]);
+                let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 2e-6 * (k as f32).sqrt();
+                assert!(want.iter().zip(&got).all(close), "{m}x{n}x{k} {is_transposed} {add}");
+                assert_eq!(got, backward, "{m}x{n}x{k} {is_transposed} {add}: backwards");
+                let padding = |c: &[f32]| c.chunks(n + 3).flat_map(|row| row[n..].to_vec()).collect::<Vec<_>>();
+                assert_eq!(padding(&got), padding(&before), "{m}x{n}x{k}: beside the result");
             }
         }
     }
