@@ -24,7 +24,6 @@ use compiler::tensor::DType;
 use compiler::text::quantity::plural;
 use compiler::text::quantity::{self, short};
 use pipec::plan::interruptible::INTERRUPTED;
-use pipec::plan::request::cost_name;
 use pipec::plan::result::Alternative;
 use std::collections::BTreeSet;
 
@@ -47,7 +46,7 @@ pub fn explain_links(plan: &Plan, simulated_us: f64) -> Option<String> {
     differs.then(|| {
         format!(
             "the plan's times use cost model `{}`; the simulation uses the link times of cost model `pipec`, with contention for ports",
-            cost_name(plan.cost)
+            plan.cost.name()
         )
     })
 }

@@ -15,7 +15,6 @@ use compiler::text::name::short_name;
 use compiler::text::quantity;
 use pipec::cluster;
 use pipec::costs::COSTS;
-use pipec::plan::request::cost_name;
 
 /// Characters of a full load bar.
 const BAR_WIDTH: usize = 10;
@@ -60,7 +59,7 @@ pub fn heading(plan: &Plan) -> String {
         short_name(model),
         quantity::count(plan.model.ops),
         cluster::describe(&plan.cluster),
-        cost_name(plan.cost),
+        plan.cost.name(),
         plan.precision_name(),
         plan.schedule.kind.name(),
     )

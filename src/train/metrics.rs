@@ -8,8 +8,8 @@ use crate::train::prepare;
 use crate::train::prepare::RunResult;
 use crate::train::prepared::Prepared;
 use crate::train::task::Task;
-use compiler::export::metrics::{End, HeldOut, Line, PlanTotal, StageTotal, Step, Total, finite};
-use compiler::export::report::{MeasuredOrder, MeasuredPlace};
+use compiler::export::metrics::{End, HeldOut, Line, StageTotal, Step, Total, finite};
+use compiler::export::report::{MeasuredOrder, MeasuredPlace, MeasuredPlan};
 use compiler::plan::{Plan, Stage};
 use compiler::simulate::Activity;
 use runtime::process::process_group::Group;
@@ -97,7 +97,10 @@ pub fn totals(plan: &Plan, prepared: &Prepared, result: &RunResult) -> Total {
         samples_per_s: result.samples_per_s,
         step_us: result.step_us,
         stages: stage_totals(result),
-        plan: PlanTotal { graph: plan.model.graph_hash.clone(), stages: plan.stages.iter().map(stage_place).collect() },
+        plan: MeasuredPlan {
+            graph: plan.model.graph_hash.clone(),
+            stages: plan.stages.iter().map(stage_place).collect(),
+        },
         order: MeasuredOrder {
             schedule: schedule.to_string(),
             micro_batch: prepared.batch / u64::from(microbatches),

@@ -129,9 +129,12 @@ pub struct Measured {
 }
 
 /// Identifies the plan of a run.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(rename = "PlanTotal", deny_unknown_fields)]
 pub struct MeasuredPlan {
+    /// Hash of the model's graph, as the plan's `model.graph_hash`.
     pub graph: String,
+    /// Its stages, in order.
     pub stages: Vec<MeasuredPlace>,
 }
 

@@ -11,7 +11,7 @@ use crate::plan::device_memory::fullest;
 use crate::plan::problem::CostModel;
 use crate::plan::schedule::Schedule;
 use crate::plan::{Plan, Stage};
-use crate::text::quantity::{self, plural};
+use crate::text::quantity::plural;
 use std::collections::BTreeSet;
 
 /// The request and result of one plan.
@@ -172,24 +172,16 @@ impl Sweep {
     /// Appends the parameters that distinguish a curve from the others.
     fn curve_name(&self, name: String, line: &CurveKey) -> String {
         let differs =
-            |of: &dyn Fn(&Point) -> CurveKey| self.points.iter().any(|point| of(point) != of(&self.points[0]));
-        let mut name = name;
-        if line.schedule.is_some()
-            && differs(&|point| CurveKey { schedule: CurveKey::of(point).schedule, ..CurveKey::default() })
-        {
-            name += &format!(", {}", line.schedule.unwrap_or_default());
-        }
-        if let Some(count) = line.microbatches
-            && differs(&|point| CurveKey { microbatches: Some(point.microbatches), ..CurveKey::default() })
-        {
-            name += &format!(", {}", quantity::plural(u64::from(count), "micro-batch", "micro-batches"));
-        }
-        if let Some(samples) = line.micro_batch
-            && differs(&|point| CurveKey { micro_batch: Some(point.micro_batch), ..CurveKey::default() })
-        {
-            name += &format!(", {}", quantity::plural(samples, "sample", "samples"));
-        }
-        name
+            |is_same: &dyn Fn(&Point, &Point) -> bool| self.points.iter().any(|point| !is_same(point, &self.points[0]));
+        let schedule = line.schedule.filter(|_| differs(&|one, other| one.schedule.name() == other.schedule.name()));
+        let count = line.microbatches.filter(|_| differs(&|one, other| one.microbatches == other.microbatches));
+        let samples = line.micro_batch.filter(|_| differs(&|one, other| one.micro_batch == other.micro_batch));
+        let parameters = [
+            schedule.map(str::to_string),
+            count.map(|count| plural(count.into(), "micro-batch", "micro-batches")),
+            samples.map(|samples| plural(samples, "sample", "samples")),
+        ];
+        parameters.into_iter().flatten().fold(name, |name, parameter| format!("{name}, {parameter}"))
     }
 
     /// One curve over devices for each combination of parameters.

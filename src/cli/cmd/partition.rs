@@ -1,6 +1,6 @@
 //! `pipec partition`: partitions a model into stages and writes the plan.
 
-use crate::cli::args::partition::{Arguments, Format};
+use crate::cli::args::partition::Arguments;
 use crate::cli::candidates;
 use crate::cli::instances::{piper, placement};
 use crate::cli::prediction;
@@ -10,6 +10,7 @@ use compiler::plan::Plan;
 use compiler::plan::digest::to_json_with_digest;
 use compiler::plan::problem::{CostModel, Target};
 use compiler::text::quantity;
+use pipec::costs::ModelFormat;
 use pipec::error::Error;
 use pipec::files::output;
 use pipec::files::overwrite::Mark;
@@ -24,8 +25,8 @@ use std::time::Instant;
 pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     let started = Instant::now();
     match arguments.from {
-        Some(Format::DnnPartitioning) => return placement::run(&arguments, screen),
-        Some(Format::Piper) => return piper::run(&arguments, screen),
+        Some(ModelFormat::DnnPartitioning) => return placement::run(&arguments, screen),
+        Some(ModelFormat::Piper) => return piper::run(&arguments, screen),
         _ => {}
     }
     if arguments.noncontiguous {

@@ -5,12 +5,13 @@
 //!            --train over 4 workers--> weights.safetensors, metrics.jsonl, trace.json --eval--> test accuracy
 //! ```
 
+use crate::cli::args::named;
 use crate::cli::cmd::{eval, profile};
 use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use crate::cli::shell::word;
 use crate::cli::stage_table;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::graph::hash::sha256;
@@ -64,8 +65,8 @@ const STAGES: [u32; 3] = [2, 1, 1];
 #[command(after_help = "Examples:\n  pipec quickstart\n  pipec quickstart --model mlp --dir tour")]
 pub struct Arguments {
     /// The model
-    #[arg(long, value_enum, value_name = "MODEL", default_value = "cnn")]
-    model: ModelChoice,
+    #[arg(long, value_parser = named(MODELS), value_name = "MODEL", default_value = "cnn")]
+    model: (&'static str, u32),
     /// Output folder, created if missing
     #[arg(long, value_name = "FOLDER", default_value = "pipec-quickstart")]
     dir: PathBuf,
@@ -80,30 +81,14 @@ pub struct Arguments {
     lr: Option<f64>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum ModelChoice {
-    /// A residual network with batch normalisation
-    Cnn,
-    /// A multilayer perceptron with three layers
-    Mlp,
-}
+/// The models, by name, with the epochs in which this asynchronous pipeline reaches the accuracy of PyTorch.
+const MODELS: &[(&str, &str, (&str, u32))] = &[
+    ("cnn", "A residual network with batch normalisation", ("cnn", 20)),
+    ("mlp", "A multilayer perceptron with three layers", ("mlp", 120)),
+];
 
-impl ModelChoice {
-    fn name(self) -> &'static str {
-        match self {
-            ModelChoice::Cnn => "cnn",
-            ModelChoice::Mlp => "mlp",
-        }
-    }
-
-    /// Epochs and learning rate with which this asynchronous pipeline reaches the accuracy of PyTorch.
-    fn default_training(self) -> (u32, f64) {
-        match self {
-            ModelChoice::Cnn => (20, 0.03),
-            ModelChoice::Mlp => (120, 0.03),
-        }
-    }
-}
+/// The learning rate with which it does.
+const LEARNING_RATE: f64 = 0.03;
 
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let started = Instant::now();
@@ -111,7 +96,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     fs::create_dir_all(folder).map_err(|error| Error::file("create the folder", folder, error))?;
     let path = |name: &str| folder.join(name);
     let options = zoo::Options { seed: arguments.seed, ..zoo::Options::default() };
-    let built = zoo::build(arguments.model.name(), &options).map_err(|error| Error::bug(&error.to_string()))?;
+    let (model_name, epochs) = arguments.model;
+    let built = zoo::build(model_name, &options).map_err(|error| Error::bug(&error.to_string()))?;
     output::write(&path("model.onnx"), &zoo::to_bytes(&built.model))?;
     let loaded = model::load(&path("model.onnx"), &ImportRequest::default(), screen)?;
     let digits = digits::load(arguments.seed);
@@ -149,8 +135,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let json = to_json_with_digest(&plan).map_err(|error| Error::bug(&error.to_string()))?;
     output::write(&path("plan.json"), json.as_bytes())?;
 
-    let (epochs, lr) = arguments.model.default_training();
-    let (epochs, lr) = (arguments.epochs.unwrap_or(epochs), arguments.lr.unwrap_or(lr));
+    let (epochs, lr) = (arguments.epochs.unwrap_or(epochs), arguments.lr.unwrap_or(LEARNING_RATE));
     screen.text(&format!(
         "\n4. Train: {WORKERS} workers, weight stashing, {} of {} digits\n",
         quantity::plural(u64::from(epochs), "epoch", "epochs"),
@@ -222,7 +207,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     ));
     screen.json(&json!({
         "folder": folder.display().to_string(),
-        "model": arguments.model.name(),
+        "model": model_name,
         "free_choice": {"replicas": free_plan.stages.iter().map(|s| s.replicas).collect::<Vec<_>>(), "predicted": free_plan.predicted},
         "trained": {"replicas": STAGES, "predicted": plan.predicted},
         "baselines": plan.baselines,

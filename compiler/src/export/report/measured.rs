@@ -5,7 +5,7 @@
 
 use crate::export::axis::Unit;
 use crate::export::plot::{Curve, HorizontalAxis, Plot};
-use crate::export::report::markup::{Column, Table, figure, paragraph};
+use crate::export::report::markup::{Table, figure, paragraph};
 use crate::export::report::{Measured, MeasuredOrder, MeasuredPlace};
 use crate::plan::Plan;
 use crate::text::name::short_name;
@@ -301,13 +301,7 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
 fn table(plan: &Plan, measured: &Measured, step_us: f64, is_other: bool) -> String {
     let caption = "Predicted and measured. Stage times are per micro-batch on the slowest replica; memory is the peak \
                    per device, over all stages on the same devices.";
-    let columns = [
-        ("what", Column::Words),
-        ("predicted", Column::Numbers),
-        ("measured", Column::Numbers),
-        ("ratio", Column::Numbers),
-    ];
-    let mut table = Table::new(caption, &columns);
+    let mut table = Table::new(caption, &["what", "predicted", "measured", "ratio"], &[1, 2, 3]);
     let mut row = |what: String, predicted: f64, actual: f64, tell: &dyn Fn(f64) -> String| {
         let is_comparable = predicted > 0.0 && !is_other;
         let ratio = if is_comparable { quantity::short(actual / predicted) } else { String::new() };
