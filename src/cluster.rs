@@ -4,7 +4,7 @@ use crate::error::Error;
 use crate::files::input;
 use crate::help;
 use compiler::cluster::class;
-use compiler::cluster::device::{Kind, find, hint, names};
+use compiler::cluster::device::{KINDS, Kind, find, hint, names};
 use compiler::cluster::{Bytes, BytesPerSecond, Cluster, Device, Peak, Seconds, read};
 use compiler::plan::PlannedCluster;
 use compiler::profile::{OpProfile, Profile};
@@ -81,6 +81,13 @@ pub fn set_relative_speeds(cluster: &mut Cluster, costs_of: &str, dtype: &str) {
     if let Some(reference) = reference {
         class::relate(&mut cluster.classes, &reference, dtype);
     }
+}
+
+/// The GPU type with the longest name in "NVIDIA H100 80GB HBM3" and the like.
+pub fn gpu_of(name: &str) -> Option<&'static Kind> {
+    let name = name.to_lowercase().replace(' ', "");
+    let gpus = KINDS.iter().filter(|kind| kind.name != "cpu" && name.contains(kind.name));
+    gpus.max_by_key(|kind| kind.name.len())
 }
 
 /// The device type called `name`.

@@ -136,18 +136,19 @@ impl Costs {
     }
 }
 
+/// A published profile or instance as the model of a plan.
+pub fn without_graph(path: &Path, text: &str, ops: usize) -> PlannedModel {
+    let (file, sha256) = (input::file_name(path), sha256(text.as_bytes()));
+    PlannedModel { file, sha256, ops: ops as u64, ..PlannedModel::default() }
+}
+
 /// A published profile on a cluster.
 pub fn published_on(path: &Path, cluster: Cluster, micro_batch: u64, dtype: &str) -> Result<Costs, Error> {
     let text = input::text(path, pipedream::MAX_BYTES as u64)?;
     let graph = pipedream::read(&text).map_err(|error| {
         Error::file("read the profile", path, error).with_help("`--from` sets the format of the file")
     })?;
-    let model = PlannedModel {
-        file: input::file_name(path),
-        sha256: sha256(text.as_bytes()),
-        ops: graph.ops.len() as u64,
-        ..PlannedModel::default()
-    };
+    let model = without_graph(path, &text, graph.ops.len());
     Ok(Costs {
         untrainable: None,
         graph,

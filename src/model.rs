@@ -17,7 +17,7 @@ use compiler::import::training_warning::TrainingWarning;
 use compiler::import::with_inputs;
 use compiler::op::Op;
 use compiler::op::dropout::COUNTER;
-use compiler::plan::{ImportSettings, PlannedModel};
+use compiler::plan::{ImportSettings, Plan, PlannedModel};
 use compiler::profile::ProfiledModel;
 use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;
@@ -46,6 +46,13 @@ pub struct ImportRequest {
 }
 
 impl ImportRequest {
+    /// The settings of a plan's import.
+    pub fn of(plan: &Plan) -> ImportRequest {
+        let mut request = ImportRequest::default();
+        request.follow(&plan.model.import);
+        request
+    }
+
     /// Adds the settings of a plan's import; settings of this request take precedence.
     pub fn follow(&mut self, planned: &ImportSettings) {
         let is_set = |name: &String| self.dims.iter().any(|(set_name, _)| set_name == name);

@@ -58,14 +58,12 @@ impl CostSource {
         events: &dyn EventSink,
     ) -> Result<CostSource, Error> {
         let is_measured = plan.profile.method == Method::Measured && ModelFormat::of(path) != ModelFormat::Pipedream;
-        let mut import = ImportRequest::default();
-        import.follow(&plan.model.import);
+        let import = ImportRequest::of(plan);
         let mut source = CostSource::open(path, input.unwrap_or(&CostInput::default()), &import, events)?;
         if is_measured && input.is_none() {
             // A wrong model is reported before a missing profile.
             if let Origin::Analytic(loaded, _) = &source.origin {
-                let ops = loaded.profiled().ops as usize;
-                model_match::check(plan, &loaded.planned(ops, plan.model.import.loss.clone()))?;
+                model_match::check_loaded(plan, loaded)?;
             }
             return Err(missing_profile(path, plan));
         }

@@ -146,14 +146,14 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         minibatch_means: has_uneven_means(&graph, loss, &task.data),
         schedule: match task.custom_schedule {
             Some(custom_schedule) => custom_schedule.schedule(),
-            None if task.uses_newest => Schedule::OneFOneBRrNewest,
+            None if task.request.policy.is_newest() => Schedule::OneFOneBRrNewest,
             None => generated(task.schedule).map_err(|error| fail(&error))?,
         },
         count: StepCount { minibatches: steps, microbatches: task.microbatches },
     };
     let pipeline = apply_in_flight(
         pipeline(task.plan).map_err(|error| fail(&error).with_help(help::schedule(&error)))?,
-        &task.in_flight,
+        &task.request.in_flight,
     )?;
     let mut sharing = None;
     let program = |pipeline: &Pipeline| match task.custom_schedule {
@@ -257,8 +257,9 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     let trained_rows = if task.order == RowOrder::InOrder && rows > items { rows / items * items } else { rows };
     let ignored = count_labels(&data, trained_rows).map_err(unfit)?;
     held_out.as_ref().map_or(Ok(0), |data| count_labels(data, data.rows())).map_err(unfit_held_out)?;
-    let batches =
-        Batches::new(data, items, microbatches, steps as usize, task.order).map_err(unfit)?.with_seed(task.seed);
+    let batches = Batches::new(data, items, microbatches, steps as usize, task.order)
+        .map_err(unfit)?
+        .with_seed(task.request.seed);
     let batches = batches.with_means(compiled.means.take(), task.weights);
     let per_epoch = batches.per_epoch();
     let mut policy = task.policy;
@@ -309,7 +310,8 @@ pub fn run(
             fault = weights::write(&folder.join(checkpoint.file_name()), &checkpoint.weights).err();
         }
     };
-    let mut on_checkpoint = task.checkpoints.map(|folder| move |checkpoint| write_weights(folder, checkpoint));
+    let folder = task.request.checkpoints.folder.as_deref();
+    let mut on_checkpoint = folder.map(|folder| move |checkpoint| write_weights(folder, checkpoint));
     // Any process of a group may receive a stop signal, but process 0 writes the checkpoints.
     let reports = group.as_ref().is_none_or(|group| group.config.process == 0);
     let stop = task.checkpoint_settings.as_ref().map(|_| Stop::listen()).transpose();
@@ -337,7 +339,7 @@ pub fn run(
     };
     let options = RunOptions {
         start: prepared.resumed.as_ref().map(|resumed| &resumed.start),
-        cuts: task.checkpoint_settings.as_ref().map(|checkpoint_settings| prepared.cuts(checkpoint_settings)),
+        cuts: task.checkpoint_settings.as_ref().map(|_| prepared.cuts(task)),
         barrier: gate.as_ref(),
         on_snapshot: on_snapshot.as_mut().map(|on_snapshot| on_snapshot as &mut (dyn FnMut(StageSnapshot) + Send)),
         on_checkpoint: on_checkpoint.as_mut().map(|on_checkpoint| on_checkpoint as &mut dyn FnMut(Checkpoint)),

@@ -3,8 +3,8 @@
 use crate::loss::Loss;
 use crate::model::LoadedModel;
 use crate::plan::custom_schedule::CustomSchedule;
+use crate::train::request::TrainRequest;
 use compiler::plan::Plan;
-use compiler::plan::problem::InFlight;
 use compiler::plan::schedule::Schedule;
 use compiler::tensor::{DType, Tensor};
 use runtime::checkpoint::writer::Saved;
@@ -45,6 +45,8 @@ pub enum HeldOut {
 
 /// A training task.
 pub struct Task<'a> {
+    /// The request, for the settings that neither the plan nor the model decides.
+    pub request: &'a TrainRequest,
     /// The model.
     pub loaded: &'a LoadedModel,
     /// Its initial weights.
@@ -55,8 +57,6 @@ pub struct Task<'a> {
     pub schedule: Schedule,
     /// The custom schedule, if it is in a file.
     pub custom_schedule: Option<&'a CustomSchedule>,
-    /// In-flight limits, if not the plan's.
-    pub in_flight: InFlight,
     /// The loss function.
     pub loss: Option<Loss>,
     /// The class axis.
@@ -67,8 +67,6 @@ pub struct Task<'a> {
     pub unbiased: bool,
     /// Clipping, running statistics, loss scaling and weight staleness.
     pub policy: Policy,
-    /// True if each forward and backward uses the newest weights instead of stashed ones.
-    pub uses_newest: bool,
     /// Samples per minibatch.
     pub batch: u64,
     /// Micro-batches per minibatch.
@@ -81,14 +79,8 @@ pub struct Task<'a> {
     pub held_out: HeldOut,
     /// The order of rows.
     pub order: RowOrder,
-    /// The seed of dropout masks.
-    pub seed: u64,
     /// The optimizer.
     pub optimizer: &'a Optimizer,
-    /// True to return the gradients of the last minibatch.
-    pub keep_gradients: bool,
-    /// The folder for the checkpoints that a program writes, if any.
-    pub checkpoints: Option<&'a Path>,
     /// Settings of resumable checkpoints, if any.
     pub checkpoint_settings: Option<CheckpointSettings<'a>>,
     /// The tensor-parallel degree.
@@ -100,6 +92,11 @@ pub struct Task<'a> {
 }
 
 impl Task<'_> {
+    /// Number of minibatches between the checkpoints of the run, if it writes others than the one at the end.
+    pub fn checkpoint_interval(&self) -> Option<u32> {
+        self.checkpoint_settings.as_ref().and(self.request.checkpoints.every)
+    }
+
     /// True if all workers are on GPUs.
     pub fn is_on_gpus(&self) -> bool {
         self.devices.iter().all(|device| device.is_asynchronous())
@@ -110,10 +107,6 @@ impl Task<'_> {
 pub struct CheckpointSettings<'a> {
     /// The folder.
     pub folder: &'a Path,
-    /// Number of minibatches between checkpoints, besides the one at the end; only that one if absent.
-    pub every: Option<u32>,
-    /// Number of checkpoints to keep; all if absent.
-    pub keep: Option<u32>,
     /// Called for each checkpoint that was written or failed.
     pub on_saved: &'a dyn Fn(&Saved),
 }

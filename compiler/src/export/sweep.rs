@@ -12,6 +12,7 @@ use crate::plan::problem::CostModel;
 use crate::plan::schedule::Schedule;
 use crate::plan::{Plan, Stage};
 use crate::text::quantity::plural;
+use serde::Serialize;
 use std::collections::BTreeSet;
 
 /// The request and result of one plan.
@@ -48,15 +49,18 @@ impl CurveKey {
     }
 }
 
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Figures {
     pub replicas: Vec<u32>,
     /// Tensor-parallel degree.
+    #[serde(rename = "tensor_degree")]
     pub degree: u32,
     pub throughput_per_s: f64,
     /// Samples per second of a single device, regardless of its memory limit.
+    #[serde(skip)]
     pub single_per_s: f64,
     pub peak_bytes: u64,
+    #[serde(skip)]
     pub limit_bytes: Option<u64>,
     /// Fraction of a step during which the busiest stage is idle because of pipeline fill and drain.
     pub bubble: f64,

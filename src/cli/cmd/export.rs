@@ -44,7 +44,7 @@ pub struct Arguments {
     model: Option<PathBuf>,
     /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as in the plan]
     #[arg(long, value_name = "FILE|analytic[:KIND]", requires = "model")]
-    profile: Option<String>,
+    profile: Option<CostInput>,
     /// Schedule of a plan made for a custom schedule: a table FILE.csv, or programs FILE.json
     #[arg(long, value_name = "FILE", value_parser = schedule_flag::file)]
     schedule: Option<PathBuf>,
@@ -121,7 +121,7 @@ fn model_path(arguments: &Arguments) -> Result<&Path, Error> {
 
 fn costs(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<CostGraph, Error> {
     let path = model_path(arguments)?;
-    let source = CostSource::of_plan(path, arguments.profile.as_deref().map(CostInput::from).as_ref(), plan, screen)?;
+    let source = CostSource::of_plan(path, arguments.profile.as_ref(), plan, screen)?;
     Ok(source.costs(plan, plan.schedule.micro_batch)?.graph)
 }
 
@@ -141,11 +141,8 @@ fn load_model(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<Loa
         return Err(Error::input(message)
             .with_help("export the model with `torch.onnx.export`, plan that file, and export that plan"));
     }
-    let mut import = ImportRequest::default();
-    import.follow(&plan.model.import);
-    let loaded = model::read(path, &import, screen)?;
-    let ops = loaded.profiled().ops as usize;
-    model_match::check(plan, &loaded.planned(ops, plan.model.import.loss.clone()))?;
+    let loaded = model::read(path, &ImportRequest::of(plan), screen)?;
+    model_match::check_loaded(plan, &loaded)?;
     if arguments.to.name == "torch" {
         loaded.runs_in_torch(plan.schedule.micro_batch)?;
     }

@@ -63,7 +63,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
         screen.text(&candidates::table(planned, screen.width()));
     }
     if let Some(alternative) = alternative {
-        screen.text(&prediction::alternative_text(alternative, plan.predicted.step_us));
+        screen.text(&prediction::asynchronous_text(alternative, plan.predicted.step_us));
     }
     if arguments.compare && !tried.is_empty() {
         screen.text(&candidates::combinations(tried, plan.objective, screen.width()));

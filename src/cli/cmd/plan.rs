@@ -69,7 +69,7 @@ enum Action {
         model: Option<PathBuf>,
         /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as in the plan]
         #[arg(long, value_name = "FILE|analytic[:KIND]", requires = "model")]
-        profile: Option<String>,
+        profile: Option<CostInput>,
         /// Schedule of a plan made for a custom schedule: a table FILE.csv, or programs FILE.json
         #[arg(long, value_name = "FILE", value_parser = schedule_flag::file)]
         schedule: Option<PathBuf>,
@@ -100,13 +100,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         }
         Action::Check { file, model, profile, schedule } => {
             let custom_schedule = custom_schedule::open(schedule.as_deref(), screen)?;
-            check_file(
-                &file,
-                model.as_deref(),
-                profile.as_deref().map(CostInput::from).as_ref(),
-                custom_schedule.as_ref(),
-                screen,
-            )
+            check_file(&file, model.as_deref(), profile.as_ref(), custom_schedule.as_ref(), screen)
         }
         Action::Diff { before, after } => cmd::diff::run(&before, &after, screen),
     }

@@ -17,7 +17,7 @@ use compiler::export::trace::encode::encode;
 use compiler::graph::hash::sha256;
 use compiler::plan::Plan;
 use compiler::plan::digest::to_json_with_digest;
-use compiler::plan::problem::{InFlight, Recomputation};
+use compiler::plan::problem::Recomputation;
 use compiler::plan::schedule::Schedule;
 use compiler::profile::Profile;
 use compiler::profile::read::to_json;
@@ -39,6 +39,7 @@ use pipec::plan::request::PlanOptions;
 use pipec::profile::{MeasuredGraph, measure_graph};
 use pipec::train::metrics::train_with_metrics;
 use pipec::train::prepare;
+use pipec::train::request::{DataInput, TrainRequest};
 use pipec::train::task::{Data, HeldOut, Length, Task};
 use profiler::machine;
 use profiler::measure::Settings;
@@ -143,29 +144,26 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     ));
     let initial = loaded.weights()?;
     let optimizer = Optimizer::from(Rule::Sgd { learning_rate: lr, momentum: 0.9, nesterov: false, weight_decay: 0.0 });
+    let request = TrainRequest { seed: arguments.seed, ..TrainRequest::new(&model_file, DataInput::Synthetic) };
     let mut task = Task {
+        request: &request,
         loaded: &loaded,
         weights: &initial,
         plan: &plan,
         schedule: Schedule::OneFOneBRr,
         custom_schedule: None,
-        in_flight: InFlight::Auto,
         loss: Some(Loss::CrossEntropy),
         class_dim: None,
         dtype: None,
         unbiased: false,
         policy: Policy::default(),
-        uses_newest: false,
         batch: BATCH,
         microbatches: 1,
         length: Length::Epochs(epochs),
         data: Data::Arrays(arrays(&digits.train)),
         held_out: HeldOut::Nothing,
         order: RowOrder::Shuffled { seed: arguments.seed },
-        seed: arguments.seed,
         optimizer: &optimizer,
-        keep_gradients: false,
-        checkpoints: None,
         checkpoint_settings: None,
         tensor: 1,
         devices: &[runtime::device::cpu::device::cpu()],

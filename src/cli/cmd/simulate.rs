@@ -223,12 +223,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         output::write(path, &encode(&Trace::simulation(&timeline), &input::file_name(path)))?;
         screen.note(&format!("wrote {}", path.display()));
     }
-    let workers: Vec<_> = workers
-        .iter()
-        .map(|Worker { name, busy, in_flight, bytes }| {
-            json!({"worker": name, "busy": busy, "in_flight": in_flight, "bytes": bytes})
-        })
-        .collect();
+    let worker_json = |Worker { name, busy, in_flight, bytes }: &Worker| json!({"worker": name, "busy": busy, "in_flight": in_flight, "bytes": bytes});
     screen.json(&json!({
         "schedule": kind.name(),
         "minibatches": minibatches,
@@ -240,7 +235,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         "update_samples": prediction::update_samples(&simulated_plan),
         "bubble": timeline.bubble(),
         "planned": {"step_us": plan.predicted.step_us, "minibatch_us": plan.predicted.minibatch_us, "throughput_per_s": plan.predicted.throughput_per_s},
-        "workers": workers,
+        "workers": workers.iter().map(worker_json).collect::<Vec<_>>(),
     }));
     Ok(())
 }

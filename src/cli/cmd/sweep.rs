@@ -487,27 +487,16 @@ fn family_table(name: &str, largest: &[Largest], tensor: TensorParallel, screen:
 }
 
 fn point_json(point: &Point) -> serde_json::Value {
-    let mut value = json!({
-        "devices": point.devices,
-        "depth": point.depth,
-        "schedule": point.schedule.name(),
-        "micro_batch": point.micro_batch,
-        "microbatches": point.microbatches,
-        "feasible": point.answer.is_ok(),
-    });
-    match &point.answer {
-        Ok(figures) => {
-            value["replicas"] = json!(figures.replicas);
-            value["tensor_degree"] = json!(figures.degree);
-            value["throughput_per_s"] = json!(figures.throughput_per_s);
-            value["peak_bytes"] = json!(figures.peak_bytes);
-            value["bubble"] = json!(figures.bubble);
-            value["bytes_per_sample"] = json!(figures.bytes_per_sample);
-            value["data_parallel_bytes_per_sample"] = json!(figures.data_parallel_bytes_per_sample);
-            value["recompute"] = json!(figures.recompute);
-        }
-        Err(why) => value["why"] = json!(why),
-    }
+    let mut value = match &point.answer {
+        Ok(figures) => json!(figures),
+        Err(why) => json!({"why": why}),
+    };
+    value["devices"] = json!(point.devices);
+    value["depth"] = json!(point.depth);
+    value["schedule"] = json!(point.schedule.name());
+    value["micro_batch"] = json!(point.micro_batch);
+    value["microbatches"] = json!(point.microbatches);
+    value["feasible"] = json!(point.answer.is_ok());
     value
 }
 
