@@ -22,10 +22,8 @@ pub enum Loss {
 }
 
 impl Loss {
-    /// Every loss.
     pub const ALL: [Loss; 4] = [Loss::CrossEntropy, Loss::Mse, Loss::Bce, Loss::Output];
 
-    /// The loss of that name.
     pub fn from_name(name: &str) -> Option<Loss> {
         Loss::ALL.into_iter().find(|loss| loss.name() == name)
     }

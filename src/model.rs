@@ -2,14 +2,12 @@
 
 use crate::error::Error;
 use crate::events::EventSink;
-use crate::files::detect;
-use crate::files::input;
+use crate::files::{detect, input};
 use crate::help;
 use compiler::export::target::Imported;
-use compiler::graph::Graph;
 use compiler::graph::bind::{bind, symbols};
 use compiler::graph::hash::hash;
-use compiler::graph::order;
+use compiler::graph::{Graph, order};
 use compiler::import::import::{self, Batch, ImportError, Model, Options, Weight};
 use compiler::import::onnx::decode;
 use compiler::import::onnx::error::{DecodeError, FormatError};

@@ -43,14 +43,10 @@ pub enum ProfileDevice {
     Torch(TorchEngine),
 }
 
-/// A request for a profile.
 #[derive(Clone, Debug)]
 pub struct ProfileRequest {
-    /// The model.
     pub model: PathBuf,
-    /// The device.
     pub device: ProfileDevice,
-    /// The import settings.
     pub import: ImportRequest,
     /// Samples per micro-batch; the model's or 32 if absent.
     pub micro_batch: Option<u64>,
@@ -161,7 +157,6 @@ fn graph(loaded: &LoadedModel, micro_batch: u64, precision: Option<Precision>) -
 
 /// A graph to measure.
 pub struct MeasuredGraph<'a> {
-    /// The model.
     pub loaded: &'a LoadedModel,
     /// Its graph at this micro-batch size and precision.
     pub graph: &'a Graph,

@@ -31,7 +31,6 @@ pub struct TorchLinks {
 pub struct LinkTime {
     /// The name of the level.
     pub level: &'static str,
-    /// The operation.
     pub operation: String,
     /// Bytes of the tensor.
     pub bytes: u64,

@@ -4,11 +4,10 @@
 use crate::error::Error;
 use compiler::text::name::short_name;
 use serde_json::Value;
-use std::env;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::thread;
+use std::{env, thread};
 
 /// The Python: the given one, else that of the virtual environment, else `python3`.
 pub fn find(requested: Option<&Path>) -> PathBuf {

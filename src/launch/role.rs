@@ -45,7 +45,6 @@ pub struct ProcessRequest {
     pub hosts: Option<PathBuf>,
     /// The index of this host in the file; if absent, the host whose address is this machine's.
     pub host: Option<u32>,
-    /// The rank of this process.
     pub rank: Option<u32>,
     /// The address of process 0, `HOST:PORT`.
     pub address: Option<String>,

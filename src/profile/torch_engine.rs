@@ -43,11 +43,8 @@ pub struct TorchEngine {
     pub compile: bool,
 }
 
-/// The model to measure.
 pub struct TorchSubject<'a> {
-    /// The model.
     pub loaded: &'a LoadedModel,
-    /// Its file.
     pub file: &'a Path,
     /// The graph at this micro-batch size and precision.
     pub graph: &'a Graph,

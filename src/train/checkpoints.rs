@@ -2,8 +2,7 @@
 
 use crate::error::Error;
 use crate::events::EventSink;
-use crate::files::detect;
-use crate::files::missing;
+use crate::files::{detect, missing};
 use crate::model::list_names;
 use crate::train::prepared::{Prepared, ResumedState};
 use crate::train::request::{CheckpointRequest, Resume};
@@ -395,7 +394,6 @@ pub fn drop_useless_checkpoint(task: &mut Task<'_>, prepared: &Prepared, events:
 /// The checkpoints of a run so far.
 #[derive(Debug, Default)]
 pub struct WrittenCheckpoints {
-    /// The newest one.
     pub newest: Option<PathBuf>,
     /// The step of the last one, and why it was not written, if it was not.
     failed: Option<(u32, String)>,

@@ -18,11 +18,9 @@ use std::sync::Arc;
 
 /// The model to evaluate and the settings.
 pub struct Subject<'a> {
-    /// The model.
     pub loaded: &'a LoadedModel,
     /// The type of all floats, if not the model's own.
     pub floats: Option<DType>,
-    /// The loss function.
     pub loss: Loss,
     /// The class axis.
     pub class_dim: Option<i64>,

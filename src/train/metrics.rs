@@ -2,10 +2,8 @@
 
 use crate::error::Error;
 use crate::events::{Event, EventSink};
-use crate::files::overwrite;
-use crate::files::overwrite::Mark;
-use crate::train::prepare;
-use crate::train::prepare::RunResult;
+use crate::files::overwrite::{self, Mark};
+use crate::train::prepare::{self, RunResult};
 use crate::train::prepared::Prepared;
 use crate::train::task::Task;
 use compiler::export::metrics::{End, HeldOut, Line, StageTotal, Step, Total, finite};

@@ -7,16 +7,13 @@ use crate::launch::stop_signal::Stop;
 use crate::loss::Loss;
 use crate::model::LoadedModel;
 use crate::plan::custom_schedule::CustomSchedule;
-use crate::train::arrays;
 use crate::train::checkpoints::writer_config;
 use crate::train::evaluation::{Score, Subject};
-use crate::train::failures;
 use crate::train::interrupted::Ended;
-use crate::train::memory;
 use crate::train::micro_batches::{dependence_of, has_uneven_means};
 use crate::train::prepared::Prepared;
 use crate::train::task::{Data, HeldOut, Length, Task};
-use crate::train::tensor_parallel;
+use crate::train::{arrays, failures, memory, tensor_parallel};
 use compiler::graph::{Graph, Output, order};
 use compiler::import::import::{Batch, Model};
 use compiler::op::{NodeId, Op};
@@ -37,14 +34,12 @@ use compiler::tensor::Tensor;
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::text::name::short_name;
 use compiler::text::quantity;
-use runtime::checkpoint::StageSnapshot;
 use runtime::checkpoint::barrier::MinibatchBarrier;
 use runtime::checkpoint::files::Disk;
-use runtime::checkpoint::find;
 use runtime::checkpoint::writer::{CheckpointWriter, Failure};
+use runtime::checkpoint::{StageSnapshot, find};
 use runtime::data::synthetic::synthetic;
-use runtime::data::weights;
-use runtime::data::{Batches, DataError, Dataset, RowOrder};
+use runtime::data::{Batches, DataError, Dataset, RowOrder, weights};
 use runtime::device::api::Device;
 use runtime::device::cpu::device::cpu;
 use runtime::device::cpu::half::is_half;
@@ -56,13 +51,11 @@ use runtime::stage::saved_weights::Checkpoint;
 use runtime::stage::worker::{Span, Work};
 use runtime::train::error::TrainError;
 use runtime::train::job::{RunOptions, StepDone, Trained};
-use runtime::train::prepare;
 use runtime::train::prepare::{PrepareError, RunTarget, Settings};
-use runtime::train::run;
+use runtime::train::{prepare, run};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::{OnceLock, mpsc};
+use std::sync::{Arc, OnceLock, mpsc};
 
 /// Minibatches of synthetic data; they are repeated.
 const SYNTHETIC_MINIBATCHES: usize = 8;
@@ -75,7 +68,6 @@ const MIN_TIMED_MINIBATCHES: usize = 8;
 /// Default warm-up of PipeMare's learning rate: the run's minibatches divided by this.
 const WARM_UP_DIVISOR: u32 = 4;
 
-/// The result of a run.
 pub struct RunResult {
     /// Weights, losses, times.
     pub trained: Trained,

@@ -1,10 +1,9 @@
 //! A prepared run: its compiled stages, programs and data, before training.
 
 use crate::loss::Loss;
-use crate::train::data_digest;
-use crate::train::memory;
 use crate::train::task::Task;
 use crate::train::tensor_parallel::Sharing;
+use crate::train::{data_digest, memory};
 use compiler::pass::batch_dependence::BatchDependence;
 use compiler::plan::{Plan, Stage};
 use compiler::schedule::generators::schedule;
@@ -43,7 +42,6 @@ pub struct Prepared {
     pub rows: usize,
     /// Training rows with only ignored labels.
     pub ignored: usize,
-    /// The loss function.
     pub loss: Loss,
     /// The output that is the loss, if another one might be.
     pub loss_output: Option<String>,

@@ -1,7 +1,6 @@
 //! Trains a model: plans if no plan is given, prepares the run, trains, and writes the results.
 
-use crate::costs::PrecisionChoice;
-use crate::costs::{self, Costs, Times};
+use crate::costs::{self, Costs, PrecisionChoice, Times};
 use crate::error::Error;
 use crate::events::{Event, EventSink, Silent};
 use crate::files::overwrite::{self, Mark};
@@ -14,8 +13,6 @@ use crate::plan::custom_schedule::{self, CustomSchedule};
 use crate::plan::from_costs::solve;
 use crate::plan::read::read_checked;
 use crate::plan::request::{PlanOptions, ScheduleChoice};
-use crate::train::arrays;
-use crate::train::auto_device;
 use crate::train::checkpoints::{self, WEIGHTS};
 use crate::train::device_request::for_precision;
 use crate::train::initial_weights::load_weights;
@@ -23,10 +20,10 @@ use crate::train::metrics::{self, train_with_metrics};
 use crate::train::prepare::{self, RunResult};
 use crate::train::prepared::Prepared;
 use crate::train::request::{DataInput, HeldOutInput, PlanInput, TrainRequest};
-use crate::train::run_inputs;
 use crate::train::run_memory::{differences, exceeds_limit, exceeds_plan, unplanned_work};
 use crate::train::task::{CheckpointSettings, Data, HeldOut, Length, Task};
 use crate::train::tensor_parallel::degree;
+use crate::train::{arrays, auto_device, run_inputs};
 use compiler::export::metrics::Total;
 use compiler::export::stage_name::ranges;
 use compiler::export::trace::Trace;

@@ -25,7 +25,6 @@ pub const FROZEN: &str = "frozen parameters";
 /// The element type of the run.
 pub const PRECISION: &str = "precision";
 
-/// One setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunSetting {
     /// Its text in checkpoints.

@@ -35,7 +35,6 @@ pub enum Data {
 
 /// Held-out rows.
 pub enum HeldOut {
-    /// None.
     Nothing,
     /// The last rows of the data: this fraction.
     Share(f64),
@@ -43,21 +42,16 @@ pub enum HeldOut {
     Arrays(BTreeMap<String, Tensor>),
 }
 
-/// A training task.
 pub struct Task<'a> {
     /// The request, for the settings that neither the plan nor the model decides.
     pub request: &'a TrainRequest,
-    /// The model.
     pub loaded: &'a LoadedModel,
     /// Its initial weights.
     pub weights: &'a BTreeMap<String, Tensor>,
-    /// The plan.
     pub plan: &'a Plan,
-    /// The schedule.
     pub schedule: Schedule,
     /// The custom schedule, if it is in a file.
     pub custom_schedule: Option<&'a CustomSchedule>,
-    /// The loss function.
     pub loss: Option<Loss>,
     /// The class axis.
     pub class_dim: Option<i64>,
@@ -73,17 +67,13 @@ pub struct Task<'a> {
     pub microbatches: u32,
     /// The length of the run.
     pub length: Length,
-    /// The data.
     pub data: Data,
     /// Held-out rows for the evaluation at the end.
     pub held_out: HeldOut,
-    /// The order of rows.
     pub order: RowOrder,
-    /// The optimizer.
     pub optimizer: &'a Optimizer,
     /// Settings of resumable checkpoints, if any.
     pub checkpoint_settings: Option<CheckpointSettings<'a>>,
-    /// The tensor-parallel degree.
     pub tensor: usize,
     /// The devices of the workers, in turn.
     pub devices: &'a [Arc<dyn Device>],
@@ -105,7 +95,6 @@ impl Task<'_> {
 
 /// Settings of the checkpoints that a run writes.
 pub struct CheckpointSettings<'a> {
-    /// The folder.
     pub folder: &'a Path,
     /// Called for each checkpoint that was written or failed.
     pub on_saved: &'a dyn Fn(&Saved),

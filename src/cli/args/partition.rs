@@ -38,16 +38,12 @@ pub struct Arguments {
     #[arg(long, value_name = "FILE|analytic[:KIND]", help_heading = "Model")]
     pub profile: Option<CostInput>,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub devices: Devices,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub dims: Dims,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub loss: LossArguments,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub plan_options: PlanArguments,
     /// Global batch: samples per update of the weights; micro-batches, tensor parallelism, ZeRO and schedule become part of the search
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32), help_heading = "Schedule")]

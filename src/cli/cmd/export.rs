@@ -5,8 +5,7 @@ use crate::cli::path_conflicts;
 use crate::cli::screen::Screen;
 use clap::Args;
 use compiler::export::target::refusal::Refusal;
-use compiler::export::target::{self, Entry, TARGETS};
-use compiler::export::target::{Bundle, ExportInput, File, Need};
+use compiler::export::target::{self, Bundle, Entry, ExportInput, File, Need, TARGETS};
 use compiler::plan::Plan;
 use compiler::profile::cost_graph::CostGraph;
 use compiler::schedule::formats::csv::{ComputeTable, csv};
@@ -14,20 +13,15 @@ use compiler::text::name::short_name;
 use compiler::text::quantity;
 use compiler::text::suggest::hint;
 use pipec::costs::cost_source::CostSource;
-use pipec::costs::model_match;
-use pipec::costs::{CostInput, ModelFormat};
+use pipec::costs::{CostInput, ModelFormat, model_match};
 use pipec::error::Error;
-use pipec::files::output;
-use pipec::files::overwrite;
-use pipec::model::ImportRequest;
-use pipec::model::{self, LoadedModel};
-use pipec::plan::custom_schedule;
-use pipec::plan::custom_schedule::CustomSchedule;
+use pipec::files::{output, overwrite};
+use pipec::model::{self, ImportRequest, LoadedModel};
+use pipec::plan::custom_schedule::{self, CustomSchedule};
 use pipec::plan::read::read_checked;
 use serde_json::json;
-use std::fs;
-use std::iter;
 use std::path::{Path, PathBuf};
+use std::{fs, iter};
 
 /// Arguments of `pipec export`.
 #[derive(Debug, Args)]

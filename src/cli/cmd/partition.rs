@@ -1,11 +1,10 @@
 //! `pipec partition`: partitions a model into stages and writes the plan.
 
 use crate::cli::args::partition::Arguments;
-use crate::cli::candidates;
 use crate::cli::instances::{piper, placement};
-use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use crate::cli::shell::word;
+use crate::cli::{candidates, prediction};
 use compiler::plan::Plan;
 use compiler::plan::digest::to_json_with_digest;
 use compiler::plan::problem::{CostModel, Target};

@@ -7,10 +7,9 @@
 
 use crate::cli::args::named;
 use crate::cli::cmd::{eval, profile};
-use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use crate::cli::shell::word;
-use crate::cli::stage_table;
+use crate::cli::{prediction, stage_table};
 use clap::Args;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
@@ -25,14 +24,11 @@ use compiler::tensor::Tensor;
 use compiler::text::quantity;
 use models::digits::{self, SAMPLE, Split};
 use models::zoo;
-use pipec::costs;
-use pipec::costs::PrecisionChoice;
-use pipec::costs::{Costs, Times};
+use pipec::costs::{self, Costs, PrecisionChoice, Times};
 use pipec::error::Error;
 use pipec::files::output;
 use pipec::loss::{CountedLoss, Loss};
-use pipec::model::ImportRequest;
-use pipec::model::{self, LoadedModel};
+use pipec::model::{self, ImportRequest, LoadedModel};
 use pipec::plan::from_costs::solve;
 use pipec::plan::optimizer;
 use pipec::plan::request::PlanOptions;

@@ -1,15 +1,11 @@
 //! `pipec report`: an HTML page about a plan, and its figures as SVG.
 
 use crate::cli::args::schedule as schedule_flag;
-use crate::cli::path_conflicts;
-use crate::cli::prediction;
 use crate::cli::screen::Screen;
-use crate::cli::stage_table;
-use crate::cli::what_if;
+use crate::cli::{path_conflicts, prediction, stage_table, what_if};
 use clap::Args;
 use compiler::export::report::page::PICTURES;
-use compiler::export::report::{Alternative, Measured, ModelInfo, Played, Report};
-use compiler::export::report::{measured, moves, page, play};
+use compiler::export::report::{Alternative, Measured, ModelInfo, Played, Report, measured, moves, page, play};
 use compiler::graph::hash::sha256;
 use compiler::plan::Plan;
 use compiler::plan::problem::CostModel;
@@ -19,14 +15,11 @@ use compiler::text::quantity;
 use pipec::costs::CostInput;
 use pipec::costs::cost_source::CostSource;
 use pipec::error::Error;
-use pipec::files::input;
-use pipec::files::output;
 use pipec::files::overwrite::Mark;
-use pipec::plan::custom_schedule;
+use pipec::files::{input, output};
 use pipec::plan::read::{NOT_A_PIPELINE, is_cyclic, read_checked};
-use pipec::plan::replan;
-use pipec::plan::schedule_memory;
 use pipec::plan::schedule_memory::beyond;
+use pipec::plan::{custom_schedule, replan, schedule_memory};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 

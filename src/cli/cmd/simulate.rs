@@ -1,10 +1,9 @@
 //! `pipec simulate`: simulates a plan's programs with the plan's costs.
 
 use crate::cli::args::schedule as schedule_flag;
-use crate::cli::prediction;
 use crate::cli::screen::Screen;
-use crate::cli::stage_table;
 use crate::cli::worker_table::{self, Worker};
+use crate::cli::{prediction, stage_table};
 use clap::Args;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
@@ -21,11 +20,9 @@ use compiler::schedule::semantics::StepCount;
 use compiler::simulate::{run, steady_throughput};
 use compiler::text::quantity;
 use pipec::error::Error;
-use pipec::files::input;
-use pipec::files::output;
 use pipec::files::overwrite::Mark;
-use pipec::plan::custom_schedule;
-use pipec::plan::custom_schedule::CustomSchedule;
+use pipec::files::{input, output};
+use pipec::plan::custom_schedule::{self, CustomSchedule};
 use pipec::plan::read::{NOT_A_PIPELINE, is_cyclic, read_checked};
 use pipec::plan::request::ScheduleChoice;
 use serde_json::json;

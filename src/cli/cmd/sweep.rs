@@ -1,9 +1,8 @@
 //! `pipec sweep`: plans for ranges of device counts, depths and batch sizes, as a table and as the plots that papers show.
 
-use crate::cli::args;
-use crate::cli::args::Import;
 use crate::cli::args::optimizer::{self, optimizers};
 use crate::cli::args::shared_plan::SharedPlanArguments;
+use crate::cli::args::{self, Import};
 use crate::cli::screen::{Screen, clean};
 use crate::cli::table::{Shrink, fit_table};
 use clap::Args;
@@ -15,9 +14,8 @@ use compiler::profile::cost_graph::CostGraph;
 use compiler::profile::shared::TensorParallelCosts;
 use compiler::text::quantity;
 use pipec::cluster::{self, ClusterRequest};
-use pipec::costs::CostInput;
-use pipec::costs::Costs;
 use pipec::costs::cost_source::CostSource;
+use pipec::costs::{CostInput, Costs};
 use pipec::error::{Error, ErrorKind};
 use pipec::files::output;
 use pipec::plan::from_costs::{solve, solve_with_groups};

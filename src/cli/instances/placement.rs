@@ -14,8 +14,7 @@ use instances::placement::read as dnn_partitioning;
 use instances::placement::solve::{Request, SolveError, solve};
 use pipec::costs::without_graph;
 use pipec::error::Error;
-use pipec::files::input;
-use pipec::files::output;
+use pipec::files::{input, output};
 use pipec::plan::request::PlanOptions;
 use std::path::Path;
 
