@@ -8,7 +8,7 @@ use crate::cli::screen::Screen;
 use crate::cli::stage_table;
 use compiler::export::gradients::gradients;
 use compiler::export::report::Alternative;
-use compiler::export::stage_name::{per_stage, ranges};
+use compiler::export::stage_name::{by_replicas, per_stage, ranges};
 use compiler::partition::search::in_flight::ENOUGH;
 use compiler::pass::analytic::matmul;
 use compiler::plan::problem::{CostModel, Objective};
@@ -343,15 +343,11 @@ fn updates_text(plan: &Plan) -> Option<String> {
             samples(max_replicas)
         ));
     }
-    let mut counts: Vec<u32> = stages.iter().map(|stage| stage.replicas).collect();
-    counts.sort_unstable_by(|a, b| b.cmp(a));
-    counts.dedup();
-    let samples_of = |replicas: u32| {
-        let ids: Vec<u32> = stages.iter().filter(|stage| stage.replicas == replicas).map(|stage| stage.id.0).collect();
+    let samples_of = |(replicas, ids): (u32, Vec<u32>)| {
         let word = if ids.len() > 1 { "stages" } else { "stage" };
         format!("{} in {word} {}", samples(replicas), ranges(&ids))
     };
-    let parts: Vec<String> = counts.into_iter().map(samples_of).collect();
+    let parts: Vec<String> = by_replicas(plan).into_iter().rev().map(samples_of).collect();
     Some(format!("averages {}: one minibatch of {size} on each replica", parts.join(", ")))
 }
 
@@ -423,32 +419,28 @@ pub fn verdict(plan: &Plan) -> Option<String> {
     let is_free = is_planned && plan.objective == Objective::Throughput && !is_of_given_groups(plan);
     let target = target.map_or(String::new(), |target| format!(" for `--target {target}`"));
     if let [stage] = &plan.stages[..] {
-        match stage.replicas {
-            replicas if is_free && stage.degree() > 1 => {
-                let (parallelism, degree) =
-                    (if replicas > 1 { "data parallelism over" } else { "tensor parallelism in" }, stage.degree());
+        let recommended = match (stage.replicas, stage.degree()) {
+            (replicas, degree) if is_free && degree > 1 => {
+                let parallelism = if replicas > 1 { "data parallelism over" } else { "tensor parallelism in" };
                 let groups = plural(u64::from(replicas), "group", "groups");
-                return Some(format!(
-                    "Recommended{target}: {parallelism} {groups} of {degree} devices; no faster pipeline was found.\n"
-                ));
+                Some(format!("{parallelism} {groups} of {degree} devices; no faster pipeline was found"))
             }
-            1 if plan.cluster.devices == 1 => {
+            (1, _) if plan.cluster.devices == 1 => {
                 return Some("The cluster has one device, which runs the complete model.\n".to_string());
             }
-            1 if is_free => {
+            _ if !is_free => None,
+            (1, _) => {
                 let why = match plan.proven_optimal {
                     _ if is_fully_serial(plan) => "with a flush and one micro-batch, the other devices would be idle",
                     true => "more devices do not make this model faster",
                     false => "no faster plan with more devices was found",
                 };
-                return Some(format!("Recommended{target}: one device ({why}).\n"));
+                Some(format!("one device ({why})"))
             }
-            r if is_free => {
-                return Some(format!(
-                    "Recommended{target}: data parallelism over {r} devices; no faster pipeline was found.\n"
-                ));
-            }
-            _ => {}
+            (r, _) => Some(format!("data parallelism over {r} devices; no faster pipeline was found")),
+        };
+        if let Some(recommended) = recommended {
+            return Some(format!("Recommended{target}: {recommended}.\n"));
         }
     }
     // The baselines of such a plan are not simulated.

@@ -229,9 +229,7 @@ impl Screen {
             Reader::Person => print_error(&failure.to_string()),
         }
     }
-}
 
-impl Screen {
     fn bar(&self, unit: &str, total: u64) -> ProgressBar {
         let template = match unit {
             "kernels" => "profiling {bar:30} {pos}/{len} {wide_msg}",

@@ -117,7 +117,7 @@ pub fn totals(plan: &Plan, prepared: &Prepared, result: &RunResult) -> Total {
 
 /// The times of each stage on its slowest replica, and the peak bytes over its replicas, also of checkpoints.
 fn stage_totals(result: &RunResult) -> Vec<StageTotal> {
-    let mut stages: BTreeMap<u32, (f64, f64, [u64; 2])> = BTreeMap::new();
+    let mut stages: BTreeMap<u32, StageTotal> = BTreeMap::new();
     for (at, track) in result.tracks.iter().enumerate() {
         let peaks = [&result.trained.peak_memory_bytes, &result.trained.checkpoint_bytes];
         let [peak_bytes, checkpoint_bytes] = peaks.map(|bytes| bytes.get(at).copied().unwrap_or(0));
@@ -137,24 +137,14 @@ fn stage_totals(result: &RunResult) -> Vec<StageTotal> {
         }
         for (stage, sums) in sums {
             let [forward, backward] = sums.map(|(us, count)| us / f64::from(count.max(1)));
-            let maxima = stages.entry(stage).or_default();
-            let [max_peak, max_checkpoint] = maxima.2;
-            *maxima = (
-                maxima.0.max(forward),
-                maxima.1.max(backward),
-                [max_peak.max(peak_bytes), max_checkpoint.max(checkpoint_bytes)],
-            );
+            let none = StageTotal { stage, fwd_us: 0.0, bwd_us: 0.0, peak_memory_bytes: 0, checkpoint_bytes: 0 };
+            let total = stages.entry(stage).or_insert(none);
+            (total.fwd_us, total.bwd_us) = (total.fwd_us.max(forward), total.bwd_us.max(backward));
+            total.peak_memory_bytes = total.peak_memory_bytes.max(peak_bytes);
+            total.checkpoint_bytes = total.checkpoint_bytes.max(checkpoint_bytes);
         }
     }
-    let stage_total =
-        |(stage, (fwd_us, bwd_us, [peak_memory_bytes, checkpoint_bytes])): (u32, (f64, f64, [u64; 2]))| StageTotal {
-            stage,
-            fwd_us,
-            bwd_us,
-            peak_memory_bytes,
-            checkpoint_bytes,
-        };
-    stages.into_iter().map(stage_total).collect()
+    stages.into_values().collect()
 }
 
 /// The bytes of all stages on the devices of stage `at`.

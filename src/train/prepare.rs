@@ -4,7 +4,7 @@ use crate::costs::model_match;
 use crate::error::Error;
 use crate::help;
 use crate::launch::stop_signal::Stop;
-use crate::loss::Loss;
+use crate::loss::default_of;
 use crate::model::LoadedModel;
 use crate::plan::custom_schedule::CustomSchedule;
 use crate::train::checkpoints::writer_config;
@@ -17,7 +17,7 @@ use crate::train::{arrays, failures, memory, tensor_parallel};
 use compiler::graph::{Graph, Output, order};
 use compiler::import::import::{Batch, Model};
 use compiler::op::{NodeId, Op};
-use compiler::pass::loss::{TARGET, class_axis, output_of};
+use compiler::pass::loss::{Loss, TARGET, class_axis, output_of};
 use compiler::pass::mixed_precision::mixed;
 use compiler::pass::precision::precision;
 use compiler::pass::unbiased_variance::{norm_of_one_value, unbiased};
@@ -130,10 +130,10 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         Length::Epochs(epochs) => u32::try_from(per_epoch.max(1) as u64 * u64::from(epochs))
             .map_err(|_| Error::input(format!("{epochs} epochs are too many steps")))?,
     };
-    let loss = task.loss.unwrap_or_else(|| Loss::default_of(&graph));
+    let loss = task.loss.unwrap_or_else(|| default_of(&graph));
     let settings = Settings {
         dims: Bindings::new(),
-        loss: loss.to_compiler(),
+        loss,
         class_axis: task.class_dim,
         minibatch_means: has_uneven_means(&graph, loss, &task.data),
         schedule: match task.custom_schedule {

@@ -1,10 +1,10 @@
 //! A prepared run: its compiled stages, programs and data, before training.
 
-use crate::loss::Loss;
 use crate::train::task::Task;
 use crate::train::tensor_parallel::Sharing;
 use crate::train::{data_digest, memory};
 use compiler::pass::batch_dependence::BatchDependence;
+use compiler::pass::loss::Loss;
 use compiler::plan::{Plan, Stage};
 use compiler::schedule::generators::schedule;
 use compiler::schedule::resume::period;

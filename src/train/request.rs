@@ -2,12 +2,12 @@
 
 use crate::error::Error;
 use crate::launch::role::ProcessRequest;
-use crate::loss::Loss;
 use crate::model::ImportRequest;
 use crate::plan::optimizer::Optimizer;
 use crate::plan::request::ScheduleChoice;
 use crate::train::device_request::DeviceRequest;
 use crate::train::task::Length;
+use compiler::pass::loss::Loss;
 use compiler::plan::Plan;
 use compiler::plan::problem::InFlight;
 use compiler::plan::schedule::Schedule;

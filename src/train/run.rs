@@ -25,7 +25,7 @@ use crate::train::task::{CheckpointSettings, Data, HeldOut, Length, Task};
 use crate::train::tensor_parallel::degree;
 use crate::train::{arrays, auto_device, run_inputs};
 use compiler::export::metrics::Total;
-use compiler::export::stage_name::ranges;
+use compiler::export::stage_name::{by_replicas, ranges};
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::import::import::Batch;
@@ -481,13 +481,8 @@ fn report_data(task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
         ));
     }
     if task.schedule.is_round_robin() {
-        let mut counts: Vec<u32> = task.plan.stages.iter().map(|stage| stage.replicas).filter(|r| *r > 1).collect();
-        counts.sort_unstable();
-        counts.dedup();
         let batch = quantity::count(prepared.batch);
-        for r in counts {
-            let ids: Vec<u32> =
-                task.plan.stages.iter().filter(|stage| stage.replicas == r).map(|stage| stage.id.0).collect();
+        for (r, ids) in by_replicas(task.plan).into_iter().filter(|(r, _)| *r > 1) {
             let subject = if ids.len() > 1 { "stages" } else { "stage" };
             let (verb, each) = if ids.len() > 1 { ("have", " each") } else { ("has", "") };
             let samples = quantity::count(prepared.batch.saturating_mul(r.into()));
@@ -540,7 +535,7 @@ fn plan_on_cpu(
     let counted = request.loss.map_or(CountedLoss::Default, |loss| CountedLoss::One(loss, request.class_dim));
     if let Some(loss) = request.loss {
         // Planning works without a loss, training does not.
-        attach(&mut loaded.with_samples(micro_batch)?, loss.to_compiler(), request.class_dim)
+        attach(&mut loaded.with_samples(micro_batch)?, loss, request.class_dim)
             .map_err(|error| Error::input("cannot train").because(&error).with_help(help::loss(&error)))?;
     }
     let costs =

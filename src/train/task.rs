@@ -1,9 +1,9 @@
 //! A training task: what is trained, on which data, and how.
 
-use crate::loss::Loss;
 use crate::model::LoadedModel;
 use crate::plan::custom_schedule::CustomSchedule;
 use crate::train::request::TrainRequest;
+use compiler::pass::loss::Loss;
 use compiler::plan::Plan;
 use compiler::plan::schedule::Schedule;
 use compiler::tensor::{DType, Tensor};

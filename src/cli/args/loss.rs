@@ -3,7 +3,8 @@
 use crate::cli::args::named;
 use clap::Args;
 use clap::builder::TypedValueParser;
-use pipec::loss::{CountedLoss, Loss};
+use compiler::pass::loss::Loss;
+use pipec::loss::CountedLoss;
 
 /// What [`Loss::Output`] is.
 const OUTPUT: &str = "The model's own loss: the scalar output named `loss`, else its first output if that is a scalar, else its only scalar output";
