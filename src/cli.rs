@@ -9,6 +9,8 @@ pub mod path_conflicts;
 pub mod plan_differences;
 pub mod prediction;
 pub mod render_error;
+#[cfg(test)]
+pub mod sample_plan;
 pub mod screen;
 pub mod shell;
 pub mod stage_rows;

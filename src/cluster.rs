@@ -3,9 +3,8 @@
 use crate::error::Error;
 use crate::files::input;
 use crate::help;
-use compiler::cluster::class;
-use compiler::cluster::device::{Kind, find, hint, names};
-use compiler::cluster::{Bytes, BytesPerSecond, Cluster, Device, Peak, Seconds, read};
+use compiler::cluster::device::{KINDS, Kind, find, hint, names};
+use compiler::cluster::{Bytes, BytesPerSecond, Cluster, Device, Peak, Seconds, class, read};
 use compiler::plan::PlannedCluster;
 use compiler::profile::{OpProfile, Profile};
 use compiler::text::name::short_name;
@@ -28,7 +27,6 @@ pub struct ClusterRequest {
     pub bandwidth: Option<BytesPerSecond>,
     /// Interconnect levels, innermost first: `8:450GB/s,2:50GB/s`.
     pub levels: Option<String>,
-    /// A cluster file.
     pub file: Option<PathBuf>,
 }
 
@@ -81,6 +79,13 @@ pub fn set_relative_speeds(cluster: &mut Cluster, costs_of: &str, dtype: &str) {
     if let Some(reference) = reference {
         class::relate(&mut cluster.classes, &reference, dtype);
     }
+}
+
+/// The GPU type with the longest name in "NVIDIA H100 80GB HBM3" and the like.
+pub fn gpu_of(name: &str) -> Option<&'static Kind> {
+    let name = name.to_lowercase().replace(' ', "");
+    let gpus = KINDS.iter().filter(|kind| kind.name != "cpu" && name.contains(kind.name));
+    gpus.max_by_key(|kind| kind.name.len())
 }
 
 /// The device type called `name`.
@@ -142,10 +147,15 @@ fn measured_gpu(profile: &Profile) -> Device {
     }
 }
 
-/// The cluster of a plan in one line.
-pub fn describe(planned: &PlannedCluster) -> String {
+/// The devices of a plan.
+pub fn planned(planned: &PlannedCluster) -> Cluster {
     let PlannedCluster { device, classes, levels, .. } = planned.clone();
-    in_one_line(&Cluster { device, classes, levels, hosts: Vec::new() })
+    Cluster { device, classes, levels, hosts: Vec::new() }
+}
+
+/// The cluster of a plan in one line.
+pub fn describe(cluster: &PlannedCluster) -> String {
+    in_one_line(&planned(cluster))
 }
 
 /// A cluster in one line: `16 x h100 (8 on nvlink at 450 GB/s, 2 on ib at 50 GB/s)`.

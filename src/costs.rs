@@ -1,19 +1,17 @@
 //! The costs of a model on a cluster: from a data sheet, a profile, or a published profile.
 
-use crate::cluster;
 use crate::error::Error;
 use crate::files::input;
-use crate::help;
 use crate::loss::{Attributed, CountedLoss, attribute_with_loss};
 use crate::model::LoadedModel;
+use crate::{cluster, help};
 use compiler::cluster::device::{self, CPU, Kind};
 use compiler::cluster::{Cluster, Device};
 use compiler::graph::Graph;
 use compiler::graph::hash::sha256;
 use compiler::import::pipedream;
 use compiler::pass::analytic::{self, Subject};
-use compiler::pass::attribution::AttributionError;
-use compiler::pass::attribution::Training;
+use compiler::pass::attribution::{AttributionError, Training};
 use compiler::pass::costs::{cost_graph, dtype, fill};
 use compiler::pass::mixed_precision::mixed;
 use compiler::pass::precision::precision;
@@ -36,7 +34,6 @@ pub const COSTS: &str = "costs";
 /// The formats of models and published profiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModelFormat {
-    /// A model in ONNX.
     Onnx,
     /// A model written by `torch.export.save`.
     Pt2,
@@ -64,7 +61,6 @@ impl ModelFormat {
 pub enum CostInput {
     /// The roofline of a device type; of the cluster's devices if absent.
     Analytic(Option<String>),
-    /// A profile.
     Profile(PathBuf),
 }
 
@@ -88,13 +84,11 @@ impl From<&str> for CostInput {
 /// The costs of a model on a cluster.
 #[derive(Clone)]
 pub struct Costs {
-    /// The costs.
     pub graph: CostGraph,
     /// The devices.
     pub cluster: Cluster,
     /// True if the memory of these devices is a limit; false for a default device.
     pub has_memory: bool,
-    /// The model.
     pub model: PlannedModel,
     /// The reason why the model cannot be trained, if any.
     pub untrainable: Option<String>,
@@ -136,18 +130,19 @@ impl Costs {
     }
 }
 
+/// A published profile or instance as the model of a plan.
+pub fn without_graph(path: &Path, text: &str, ops: usize) -> PlannedModel {
+    let (file, sha256) = (input::file_name(path), sha256(text.as_bytes()));
+    PlannedModel { file, sha256, ops: ops as u64, ..PlannedModel::default() }
+}
+
 /// A published profile on a cluster.
 pub fn published_on(path: &Path, cluster: Cluster, micro_batch: u64, dtype: &str) -> Result<Costs, Error> {
     let text = input::text(path, pipedream::MAX_BYTES as u64)?;
     let graph = pipedream::read(&text).map_err(|error| {
         Error::file("read the profile", path, error).with_help("`--from` sets the format of the file")
     })?;
-    let model = PlannedModel {
-        file: input::file_name(path),
-        sha256: sha256(text.as_bytes()),
-        ops: graph.ops.len() as u64,
-        ..PlannedModel::default()
-    };
+    let model = without_graph(path, &text, graph.ops.len());
     Ok(Costs {
         untrainable: None,
         graph,
@@ -180,7 +175,6 @@ pub enum PrecisionChoice {
     Usual,
     /// That of the model file.
     Model,
-    /// This one.
     Given(Precision),
 }
 
@@ -201,7 +195,6 @@ impl PrecisionChoice {
     }
 }
 
-/// The graph in this precision.
 pub fn in_precision(graph: &Graph, target: Precision, file: &str) -> Result<Graph, Error> {
     let converted = match target.is_mixed() {
         true => mixed(graph, target.dtype()),

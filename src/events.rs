@@ -29,7 +29,6 @@ pub enum Event<'a> {
         step: u64,
         /// Minibatches in all.
         total: u64,
-        /// Its loss.
         loss: f64,
         /// Samples per second since the run began.
         samples_per_s: f64,

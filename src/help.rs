@@ -2,7 +2,6 @@
 
 use crate::files::detect::{self, EXPORT};
 use crate::files::missing;
-use crate::loss::Loss;
 use compiler::cluster::read::ClusterError;
 use compiler::import::fx::error::FxError;
 use compiler::import::import::ImportError;
@@ -10,7 +9,7 @@ use compiler::import::onnx::error::{DecodeError, FormatError};
 use compiler::import::onnx::lower::error::LowerError;
 use compiler::import::onnx::lower::input::InputError;
 use compiler::import::with_inputs;
-use compiler::pass::loss::{LossError, TARGET};
+use compiler::pass::loss::{Loss, LossError, TARGET};
 use compiler::plan::problem::ProblemError;
 use compiler::schedule::error::ScheduleError;
 use compiler::text::name::short_name;

@@ -39,8 +39,6 @@
 //! Progress, notes and warnings go to an [`events::EventSink`]. Errors are [`error::Error`], with a help text. Nothing here
 //! prints, reads environment variables, or parses a command line.
 
-#![warn(missing_docs)]
-
 pub mod cluster;
 pub mod costs;
 pub mod error;

@@ -5,61 +5,18 @@
 use crate::error::Error;
 use compiler::graph::Graph;
 use compiler::pass::attribution::{Attribution, AttributionError, Training, attribute};
-use compiler::pass::loss;
+use compiler::pass::loss::{self, Loss};
 use compiler::text::name::short_name;
 
-/// A training loss.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Loss {
-    /// Mean cross-entropy of logits against class indices; labels of -100 are ignored.
-    CrossEntropy,
-    /// Mean squared error.
-    Mse,
-    /// Mean binary cross-entropy of logits against targets from 0 to 1.
-    Bce,
-    /// The model's own loss: its first output if that is a scalar, else the only scalar among its outputs.
-    Output,
-}
-
-impl Loss {
-    /// Every loss.
-    pub const ALL: [Loss; 4] = [Loss::CrossEntropy, Loss::Mse, Loss::Bce, Loss::Output];
-
-    /// The loss of that name.
-    pub fn from_name(name: &str) -> Option<Loss> {
-        Loss::ALL.into_iter().find(|loss| loss.name() == name)
-    }
-
-    /// The loss of the compiler's passes.
-    pub fn to_compiler(self) -> loss::Loss {
-        match self {
-            Loss::CrossEntropy => loss::Loss::CrossEntropy,
-            Loss::Mse => loss::Loss::Mse,
-            Loss::Bce => loss::Loss::Bce,
-            Loss::Output => loss::Loss::Output,
-        }
-    }
-
-    /// The default loss of a graph: its own, if a scalar output is named `loss`, comes first or depends on labels; else cross-entropy of the first
-    /// output.
-    pub fn default_of(graph: &Graph) -> Loss {
-        let is_loss = |at: usize| match at {
-            _ if graph.outputs[at].name == "loss" => true,
-            0 => graph.fact(graph.outputs[0].value).rank() == 0,
-            _ => loss::reads_extra_inputs(graph, at),
-        };
-        if loss::output_of(graph).is_some_and(is_loss) { Loss::Output } else { Loss::CrossEntropy }
-    }
-
-    /// The name on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Loss::CrossEntropy => "cross-entropy",
-            Loss::Mse => "mse",
-            Loss::Bce => "bce",
-            Loss::Output => "output",
-        }
-    }
+/// The default loss of a graph: its own, if a scalar output is named `loss`, comes first or depends on labels; else cross-entropy of the first
+/// output.
+pub fn default_of(graph: &Graph) -> Loss {
+    let is_loss = |at: usize| match at {
+        _ if graph.outputs[at].name == "loss" => true,
+        0 => graph.fact(graph.outputs[0].value).rank() == 0,
+        _ => loss::reads_extra_inputs(graph, at),
+    };
+    if loss::output_of(graph).is_some_and(is_loss) { Loss::Output } else { Loss::CrossEntropy }
 }
 
 /// The loss included in the costs.
@@ -118,14 +75,14 @@ pub struct Attributed {
 pub fn attribute_with_loss(graph: &Graph, counted: CountedLoss) -> Result<Attributed, AttributionError> {
     let (training, counted) = match counted {
         CountedLoss::Default => {
-            let default = CountedLoss::One(Loss::default_of(graph), None);
+            let default = CountedLoss::One(default_of(graph), None);
             return match attribute_with_loss(graph, default) {
                 // No built-in loss fits such an output; its training needs a loss of the user.
                 Err(AttributionError::Loss(_)) => attribute_with_loss(graph, CountedLoss::None),
                 result => result,
             };
         }
-        CountedLoss::One(loss, axis) => (Training::Loss(loss.to_compiler(), axis), counted),
+        CountedLoss::One(loss, axis) => (Training::Loss(loss, axis), counted),
         CountedLoss::None => (Training::Gradient, counted),
     };
     match attribute(graph, training) {

@@ -2,14 +2,12 @@
 
 use crate::error::Error;
 use crate::events::EventSink;
-use crate::files::detect;
-use crate::files::input;
+use crate::files::{detect, input};
 use crate::help;
 use compiler::export::target::Imported;
-use compiler::graph::Graph;
 use compiler::graph::bind::{bind, symbols};
 use compiler::graph::hash::hash;
-use compiler::graph::order;
+use compiler::graph::{Graph, order};
 use compiler::import::import::{self, Batch, ImportError, Model, Options, Weight};
 use compiler::import::onnx::decode;
 use compiler::import::onnx::error::{DecodeError, FormatError};
@@ -17,7 +15,7 @@ use compiler::import::training_warning::TrainingWarning;
 use compiler::import::with_inputs;
 use compiler::op::Op;
 use compiler::op::dropout::COUNTER;
-use compiler::plan::{ImportSettings, PlannedModel};
+use compiler::plan::{ImportSettings, Plan, PlannedModel};
 use compiler::profile::ProfiledModel;
 use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;
@@ -46,6 +44,13 @@ pub struct ImportRequest {
 }
 
 impl ImportRequest {
+    /// The settings of a plan's import.
+    pub fn of(plan: &Plan) -> ImportRequest {
+        let mut request = ImportRequest::default();
+        request.follow(&plan.model.import);
+        request
+    }
+
     /// Adds the settings of a plan's import; settings of this request take precedence.
     pub fn follow(&mut self, planned: &ImportSettings) {
         let is_set = |name: &String| self.dims.iter().any(|(set_name, _)| set_name == name);

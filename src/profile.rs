@@ -5,7 +5,7 @@ use crate::costs::in_precision;
 use crate::error::Error;
 use crate::events::{Event, EventSink};
 use crate::files::output;
-use crate::loss::{CountedLoss, attribute_with_loss};
+use crate::loss::{Attributed, CountedLoss, attribute_with_loss};
 use crate::model::{self, ImportRequest, LoadedModel};
 use crate::train::device_request::{OneDevice, for_precision};
 use crate::train::memory;
@@ -43,14 +43,10 @@ pub enum ProfileDevice {
     Torch(TorchEngine),
 }
 
-/// A request for a profile.
 #[derive(Clone, Debug)]
 pub struct ProfileRequest {
-    /// The model.
     pub model: PathBuf,
-    /// The device.
     pub device: ProfileDevice,
-    /// The import settings.
     pub import: ImportRequest,
     /// Samples per micro-batch; the model's or 32 if absent.
     pub micro_batch: Option<u64>,
@@ -107,8 +103,7 @@ pub fn profile(request: &ProfileRequest, events: &dyn EventSink) -> Result<Profi
             }
             let micro_batch = loaded.micro_batch(None, events);
             let graph = graph(&loaded, micro_batch, request.precision)?;
-            let attributed = attribute_with_loss(&graph, request.loss)
-                .map_err(|error| cannot_profile(&loaded.model.file, &error))?;
+            let attributed = attributed(&loaded, &graph, request.loss)?;
             let subject = TorchSubject {
                 loaded: &loaded,
                 file: &request.model,
@@ -130,8 +125,7 @@ pub fn profile(request: &ProfileRequest, events: &dyn EventSink) -> Result<Profi
                 .or((model_dtype == DType::F32 && default_precision.is_mixed()).then_some(default_precision));
             let graph = graph(&loaded, micro_batch, precision)?;
             let device = precision.map_or_else(|| device.clone(), |precision| precision.on(&device));
-            let attributed = attribute_with_loss(&graph, request.loss)
-                .map_err(|error| cannot_profile(&loaded.model.file, &error))?;
+            let attributed = attributed(&loaded, &graph, request.loss)?;
             let subject = Subject { model: loaded.profiled(), micro_batch, loss: attributed.counted.to_text() };
             Ok(with_precision(analytic::profile(&graph, &attributed.attribution, &device, &subject), precision))
         }
@@ -163,7 +157,6 @@ fn graph(loaded: &LoadedModel, micro_batch: u64, precision: Option<Precision>) -
 
 /// A graph to measure.
 pub struct MeasuredGraph<'a> {
-    /// The model.
     pub loaded: &'a LoadedModel,
     /// Its graph at this micro-batch size and precision.
     pub graph: &'a Graph,
@@ -185,7 +178,7 @@ pub fn measure_graph(
     memory::check("profiling this model", memory::of_graph(graph), "use a smaller `--micro-batch N`")?;
     note_other_users(&**device, events);
     let weights = loaded.known_weights();
-    let attributed = attribute_with_loss(graph, loss).map_err(|error| cannot_profile(&loaded.model.file, &error))?;
+    let attributed = attributed(loaded, graph, loss)?;
     let model = Model {
         graph,
         training: attributed.training,
@@ -235,10 +228,13 @@ fn note_other_users(device: &dyn Device, events: &dyn EventSink) {
     }
 }
 
-fn cannot_profile(file: &str, error: &AttributionError) -> Error {
-    let failure = Error::input(format!("cannot profile {file}")).because(error);
-    match error {
-        AttributionError::Loss(_) => failure.with_help("choose another `--loss`"),
-        _ => failure,
-    }
+/// The op of every node, with the loss.
+fn attributed(loaded: &LoadedModel, graph: &Graph, loss: CountedLoss) -> Result<Attributed, Error> {
+    attribute_with_loss(graph, loss).map_err(|error| {
+        let failure = Error::input(format!("cannot profile {}", loaded.model.file)).because(&error);
+        match error {
+            AttributionError::Loss(_) => failure.with_help("choose another `--loss`"),
+            _ => failure,
+        }
+    })
 }

@@ -2,8 +2,9 @@
 
 use crate::cli::cmd;
 use crate::cli::color::When;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use compiler::cluster::{BytesPerSecond, unit};
+use compiler::cluster::{Bytes, BytesPerSecond, unit};
 use pipec::cluster::ClusterRequest;
 use pipec::error::Error;
 use pipec::model::ImportRequest;
@@ -166,6 +167,24 @@ impl Devices {
         let Devices { gpus, bandwidth, levels, cluster } = self.clone();
         Ok(ClusterRequest { gpus, bandwidth: self::bandwidth(bandwidth.as_deref())?, levels, file: cluster })
     }
+}
+
+/// A parser of the names of a table, each with its help and what it stands for.
+pub fn named<T: Copy + Send + Sync + 'static>(
+    table: &'static [(&'static str, &'static str, T)],
+) -> impl TypedValueParser<Value = T> {
+    let names = table.iter().map(|(name, help, _)| PossibleValue::new(*name).help(*help));
+    PossibleValuesParser::new(names).map(|name| {
+        let row = table.iter().find(|(known, ..)| *known == name);
+        row.expect("only names of the table are parsed").2
+    })
+}
+
+/// Reads `--memory`.
+pub fn memory(text: Option<&str>) -> Result<Option<Bytes>, Error> {
+    text.map(unit::bytes)
+        .transpose()
+        .map_err(|error| Error::input("cannot read `--memory`").because(error).with_help("`--memory 16GB` per device"))
 }
 
 /// Reads `--bandwidth`.

@@ -128,22 +128,15 @@ pub fn faster(plans: [&Plan; 2], names: [&str; 2]) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use compiler::cluster::read::gpus;
+    use crate::cli::sample_plan;
     use compiler::plan::diff::diff;
     use models::zoo;
-    use pipec::costs::cost_source::CostSource;
-    use pipec::model;
-    use pipec::plan::from_costs::solve;
     use pipec::plan::request::PlanOptions;
     use serde_json::Value;
-    use std::path::Path;
 
     #[test]
     fn every_field_of_a_plan_has_words() {
-        let built = zoo::build("mlp", &zoo::Options::default()).unwrap();
-        let loaded = model::of_zoo("mlp.onnx", zoo::to_bytes(&built.model)).unwrap();
-        let costs = CostSource::of_loaded(loaded, None).unwrap().on(gpus(4, None).unwrap(), 4).unwrap();
-        let plan = solve(Path::new("mlp.onnx"), costs, &PlanOptions::default()).unwrap().plan;
+        let plan = sample_plan::plan("mlp", &zoo::Options::default(), 4, &PlanOptions::default());
         let words_of = |diff: &Diff| words(&plan, &plan, diff).join(", ");
         let Value::Object(fields) = serde_json::to_value(&plan).unwrap() else { panic!() };
         for (name, value) in fields {

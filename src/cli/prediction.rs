@@ -7,7 +7,8 @@
 use crate::cli::screen::Screen;
 use crate::cli::stage_table;
 use compiler::export::gradients::gradients;
-use compiler::export::stage_name::{per_stage, ranges};
+use compiler::export::report::Alternative;
+use compiler::export::stage_name::{by_replicas, per_stage, ranges};
 use compiler::partition::search::in_flight::ENOUGH;
 use compiler::pass::analytic::matmul;
 use compiler::plan::problem::{CostModel, Objective};
@@ -21,11 +22,9 @@ use compiler::simulate::run::Machine;
 use compiler::simulate::steady_throughput::Run;
 use compiler::simulate::step_time;
 use compiler::tensor::DType;
-use compiler::text::quantity::plural;
-use compiler::text::quantity::{self, short};
+use compiler::text::quantity::{self, plural, short};
 use pipec::plan::interruptible::INTERRUPTED;
-use pipec::plan::request::cost_name;
-use pipec::plan::result::Alternative;
+use pipec::plan::result;
 use std::collections::BTreeSet;
 
 /// Fewest simulated minibatches for a throughput on shared cores.
@@ -47,7 +46,7 @@ pub fn explain_links(plan: &Plan, simulated_us: f64) -> Option<String> {
     differs.then(|| {
         format!(
             "the plan's times use cost model `{}`; the simulation uses the link times of cost model `pipec`, with contention for ports",
-            cost_name(plan.cost)
+            plan.cost.name()
         )
     })
 }
@@ -214,107 +213,92 @@ fn idle_text(plan: &Plan) -> Option<String> {
     })
 }
 
-/// The prediction, compared with the baselines and the lower bound.
+/// The time of a flush: the bubble of a step, or the steps of the slowest stage between fill and drain.
+fn flush_text(plan: &Plan) -> Option<String> {
+    let items = plural(u64::from(plan.schedule.microbatches), "micro-batch", "micro-batches");
+    let bubble = plan.predicted.bubble * 100.0;
+    has_flush(plan).then(|| match covers_only_steady_state(plan) {
+        false => format!("{items}; the busiest stage idles {bubble:.1} % of a step (pipeline bubble)"),
+        true => {
+            let time = quantity::time(plan.predicted.minibatch_us);
+            format!("{items} of {time} at the slowest stage; fill and drain take {bubble:.1} % of a step")
+        }
+    })
+}
+
+/// A baseline beside the plan.
+fn comparison_text(plan: &Plan, other: &Alternative, unit: &str) -> String {
+    let time = quantity::time(other.us);
+    if !other.fits {
+        return format!("does not fit in memory (would take {time} {unit})");
+    }
+    let comparison = match other.us / plan.predicted.step_us {
+        ratio if !ratio.is_finite() || (ratio - 1.0).abs() < EQUAL_TOLERANCE => "the same".to_string(),
+        ratio if ratio > 1.0 => format!("this plan is {} times as fast", short(ratio)),
+        ratio => format!("{} times as fast as this plan", short(1.0 / ratio)),
+    };
+    let idle_devices = idle_text(plan).filter(|_| other.name == DATA_PARALLEL);
+    let idle_devices = idle_devices.map_or(String::new(), |idle_devices| format!("; {idle_devices}"));
+    format!("{time} {unit}: {comparison}{idle_devices}")
+}
+
+fn busiest_link_text(plan: &Plan) -> Option<String> {
+    let link = plan.predicted.busiest_link.as_ref()?;
+    Some(format!(
+        "{} of group {} on {}: {} {}, {} % of the time",
+        link.direction,
+        link.unit,
+        link.level.escape_debug(),
+        quantity::bytes(link.bytes),
+        if plan.schedule.microbatches > 1 { "per micro-batch" } else { "per minibatch" },
+        short(link.share * 100.0)
+    ))
+}
+
+/// The prediction, compared with the baselines and the lower bound: rows of a name and a text.
 pub fn prediction(plan: &Plan) -> String {
     let predicted = &plan.predicted;
-    let step = predicted.step_us;
     let unit = if plan.objective == Objective::Latency { "end to end" } else { "per minibatch" };
-    let mut text = format!(
-        "predicted      {} {unit}, {} samples/s; bottleneck: {}\n",
-        quantity::time(step),
+    let first = format!(
+        "{} {unit}, {} samples/s; bottleneck: {}",
+        quantity::time(predicted.step_us),
         quantity::samples(predicted.throughput_per_s),
         predicted.bottleneck
     );
-    if let Some(line) = expected_text(plan) {
-        text += &format!("expected       {line} {unit}\n");
-    }
-    if let Some(line) = contention_text(plan) {
-        text += &format!("contention     {line}\n");
-    }
-    if let Some(line) = utilisation_text(plan) {
-        text += &format!("compute        {line}\n");
-    }
-    if let Some(line) = program_text(plan) {
-        text += &format!("simulated      {line}\n");
-    }
-    // The heading states how other schedules divide a batch.
-    if let Some(line) = updates_text(plan).filter(|_| plan.schedule.kind.is_round_robin()) {
-        text += &format!("update         {line}\n");
-    }
-    if is_fully_serial(plan) {
-        text += "micro-batches  1 per minibatch: with a flush, nothing overlaps; `--microbatches M` uses M of the same size\n";
-    }
-    if has_flush(plan) && !covers_only_steady_state(plan) {
-        text += &format!(
-            "flush          {}; the busiest stage idles {:.1} % of a step (pipeline bubble)\n",
-            plural(u64::from(plan.schedule.microbatches), "micro-batch", "micro-batches"),
-            predicted.bubble * 100.0
-        );
-    }
-    if covers_only_steady_state(plan) {
-        text += &format!(
-            "flush          {} of {} at the slowest stage; fill and drain take {:.1} % of a step\n",
-            plural(u64::from(plan.schedule.microbatches), "micro-batch", "micro-batches"),
-            quantity::time(predicted.minibatch_us),
-            predicted.bubble * 100.0
-        );
-    }
-    for (name, other_us, fits) in alternatives(plan) {
-        if !fits {
-            text += &format!("{name:14} does not fit in memory (would take {} {unit})\n", quantity::time(other_us));
-            continue;
-        }
-        let comparison = match other_us / step {
-            ratio if !ratio.is_finite() || (ratio - 1.0).abs() < EQUAL_TOLERANCE => "the same".to_string(),
-            ratio if ratio > 1.0 => format!("this plan is {} times as fast", short(ratio)),
-            ratio => format!("{} times as fast as this plan", short(1.0 / ratio)),
-        };
-        let idle_devices = idle_text(plan)
-            .filter(|_| name == DATA_PARALLEL)
-            .map_or(String::new(), |idle_devices| format!("; {idle_devices}"));
-        text += &format!("{name:14} {} {unit}: {comparison}{idle_devices}\n", quantity::time(other_us));
-    }
-    text += &format!("lower bound    {}\n", bound_text(plan));
-    if let Some(line) = gradients(plan) {
-        text += &format!("gradients      {line}\n");
-    }
-    if let Some(line) = tensor_parallel_text(plan) {
-        text += &format!("tensor degree  {line}\n");
-    }
-    if let Some(line) = collectives_text(plan) {
-        text += &format!("collectives    {line}\n");
-    }
-    for line in experts_text(plan) {
-        text += &format!("experts        {line}\n");
-    }
-    if let Some(link) = &predicted.busiest_link {
-        text += &format!(
-            "busiest link   {} of group {} on {}: {} {}, {} % of the time\n",
-            link.direction,
-            link.unit,
-            link.level.escape_debug(),
-            quantity::bytes(link.bytes),
-            if plan.schedule.microbatches > 1 { "per micro-batch" } else { "per minibatch" },
-            short(link.share * 100.0)
-        );
-    }
-    text += &format!("in flight      {}\n", in_flight(plan));
-    if !plan.cluster.idle.is_empty() {
-        let (idle_devices, devices) = (&plan.cluster.idle, plan.cluster.devices);
-        text += &format!(
-            "idle           {} of {devices} devices, without a stage: {}\n",
-            idle_devices.len(),
-            ranges(idle_devices)
-        );
-    }
-    if let Some(shared) = shared_cores_text(plan) {
-        text += &format!("shared cores   {shared}\n");
-    }
-    text
+    let serial = "1 per minibatch: with a flush, nothing overlaps; `--microbatches M` uses M of the same size";
+    let idle = &plan.cluster.idle;
+    let idle_text = || format!("{} of {} devices, without a stage: {}", idle.len(), plan.cluster.devices, ranges(idle));
+    let alternatives = alternatives(plan);
+    let mut rows: Vec<(&str, Option<String>)> = vec![
+        ("predicted", Some(first)),
+        ("expected", expected_text(plan).map(|interval| format!("{interval} {unit}"))),
+        ("contention", contention_text(plan)),
+        ("compute", utilisation_text(plan)),
+        ("simulated", program_text(plan)),
+        // The heading states how other schedules divide a batch.
+        ("update", updates_text(plan)),
+        ("micro-batches", is_fully_serial(plan).then(|| serial.to_string())),
+        ("flush", flush_text(plan)),
+    ];
+    rows.extend(alternatives.iter().map(|other| (other.name.as_str(), Some(comparison_text(plan, other, unit)))));
+    rows.extend([
+        ("lower bound", Some(bound_text(plan))),
+        ("gradients", gradients(plan)),
+        ("tensor degree", tensor_parallel_text(plan)),
+        ("collectives", collectives_text(plan)),
+    ]);
+    rows.extend(experts_text(plan).into_iter().map(|text| ("experts", Some(text))));
+    rows.extend([
+        ("busiest link", busiest_link_text(plan)),
+        ("in flight", Some(in_flight(plan))),
+        ("idle", (!idle.is_empty()).then(idle_text)),
+        ("shared cores", shared_cores_text(plan)),
+    ]);
+    rows.into_iter().filter_map(|(name, text)| Some(format!("{name:14} {}\n", text?))).collect()
 }
 
 /// A faster schedule without a flush, beside the plan's time per minibatch.
-pub fn alternative_text(alternative: &Alternative, step_us: f64) -> String {
+pub fn asynchronous_text(alternative: &result::Alternative, step_us: f64) -> String {
     let name = alternative.schedule.name();
     format!(
         "asynchronous   {} per minibatch, {} times as fast, if each update may use gradients of weights one update old: \
@@ -344,50 +328,41 @@ pub fn update_samples(plan: &Plan) -> Vec<u64> {
     plan.stages.iter().map(|stage| minibatch.saturating_mul(minibatches_of(stage).into())).collect()
 }
 
-/// Describes the samples per optimizer update, if it averages several micro-batches or minibatches; `None` for plans without training.
-pub fn updates_text(plan: &Plan) -> Option<String> {
+/// Describes the samples per optimizer update of a round-robin schedule with replicas.
+fn updates_text(plan: &Plan) -> Option<String> {
     let (schedule, stages) = (&plan.schedule, &plan.stages);
-    if matches!(plan.cost, CostModel::Load | CostModel::Hybrid) || !schedule.kind.trains() {
+    if matches!(plan.cost, CostModel::Load | CostModel::Hybrid) || !schedule.kind.is_round_robin() {
         return None;
     }
-    let max_replicas = stages.iter().map(|stage| stage.replicas).max().filter(|max_replicas| *max_replicas > 1);
+    let max_replicas = stages.iter().map(|stage| stage.replicas).max().filter(|max_replicas| *max_replicas > 1)?;
     let samples = |items: u32| plural(schedule.micro_batch.saturating_mul(items.into()), "sample", "samples");
     let size = quantity::count(schedule.micro_batch);
-    if !schedule.kind.is_round_robin() {
-        let items = Some(schedule.microbatches).filter(|items| *items > 1)?;
-        let remark = if max_replicas.is_some() { ", distributed over the replicas of each stage" } else { "" };
-        return Some(format!("averages {}: {items} micro-batches of {size}{remark}", samples(items)));
-    }
-    let max_replicas = max_replicas?;
     if stages.iter().all(|stage| stage.replicas == max_replicas) {
         return Some(format!(
             "averages {}: one minibatch of {size} on each of {max_replicas} replicas",
             samples(max_replicas)
         ));
     }
-    let mut counts: Vec<u32> = stages.iter().map(|stage| stage.replicas).collect();
-    counts.sort_unstable_by(|a, b| b.cmp(a));
-    counts.dedup();
-    let samples_of = |replicas: u32| {
-        let ids: Vec<u32> = stages.iter().filter(|stage| stage.replicas == replicas).map(|stage| stage.id.0).collect();
+    let samples_of = |(replicas, ids): (u32, Vec<u32>)| {
         let word = if ids.len() > 1 { "stages" } else { "stage" };
         format!("{} in {word} {}", samples(replicas), ranges(&ids))
     };
-    let parts: Vec<String> = counts.into_iter().map(samples_of).collect();
+    let parts: Vec<String> = by_replicas(plan).into_iter().rev().map(samples_of).collect();
     Some(format!("averages {}: one minibatch of {size} on each replica", parts.join(", ")))
 }
 
-/// The baselines: name, time per minibatch, true if it fits in memory.
-pub fn alternatives(plan: &Plan) -> Vec<(&'static str, f64, bool)> {
+/// The baselines, in times per minibatch.
+pub fn alternatives(plan: &Plan) -> Vec<Alternative> {
     let (baselines, fits, m) = (&plan.baselines, &plan.baselines.fits, microbatches(plan));
-    let mut rows = vec![
-        ("one device", baselines.single * m, fits.single),
-        (DATA_PARALLEL, baselines.data_parallel * m, fits.data_parallel),
+    let alternative = |name: &str, us: f64, fits| Alternative { name: name.to_string(), us: us * m, fits };
+    let mut alternatives = vec![
+        alternative("one device", baselines.single, fits.single),
+        alternative(DATA_PARALLEL, baselines.data_parallel, fits.data_parallel),
     ];
     if plan.schedule.kind.is_continuous() {
-        rows.push(("uniform", baselines.uniform * m, fits.uniform));
+        alternatives.push(alternative("uniform", baselines.uniform, fits.uniform));
     }
-    rows
+    alternatives
 }
 
 /// Lower bound of the minibatch time; 0 if the bound covers only the steady state.
@@ -444,32 +419,28 @@ pub fn verdict(plan: &Plan) -> Option<String> {
     let is_free = is_planned && plan.objective == Objective::Throughput && !is_of_given_groups(plan);
     let target = target.map_or(String::new(), |target| format!(" for `--target {target}`"));
     if let [stage] = &plan.stages[..] {
-        match stage.replicas {
-            replicas if is_free && stage.degree() > 1 => {
-                let (parallelism, degree) =
-                    (if replicas > 1 { "data parallelism over" } else { "tensor parallelism in" }, stage.degree());
+        let recommended = match (stage.replicas, stage.degree()) {
+            (replicas, degree) if is_free && degree > 1 => {
+                let parallelism = if replicas > 1 { "data parallelism over" } else { "tensor parallelism in" };
                 let groups = plural(u64::from(replicas), "group", "groups");
-                return Some(format!(
-                    "Recommended{target}: {parallelism} {groups} of {degree} devices; no faster pipeline was found.\n"
-                ));
+                Some(format!("{parallelism} {groups} of {degree} devices; no faster pipeline was found"))
             }
-            1 if plan.cluster.devices == 1 => {
+            (1, _) if plan.cluster.devices == 1 => {
                 return Some("The cluster has one device, which runs the complete model.\n".to_string());
             }
-            1 if is_free => {
+            _ if !is_free => None,
+            (1, _) => {
                 let why = match plan.proven_optimal {
                     _ if is_fully_serial(plan) => "with a flush and one micro-batch, the other devices would be idle",
                     true => "more devices do not make this model faster",
                     false => "no faster plan with more devices was found",
                 };
-                return Some(format!("Recommended{target}: one device ({why}).\n"));
+                Some(format!("one device ({why})"))
             }
-            r if is_free => {
-                return Some(format!(
-                    "Recommended{target}: data parallelism over {r} devices; no faster pipeline was found.\n"
-                ));
-            }
-            _ => {}
+            (r, _) => Some(format!("data parallelism over {r} devices; no faster pipeline was found")),
+        };
+        if let Some(recommended) = recommended {
+            return Some(format!("Recommended{target}: {recommended}.\n"));
         }
     }
     // The baselines of such a plan are not simulated.

@@ -4,12 +4,8 @@
 //! A closed pipe (`| head`) ends only the printing.
 
 use crate::cli::args::{Format, Global};
-use crate::cli::color;
 use crate::cli::color::{Stream, paint};
-use crate::cli::prediction;
-use crate::cli::render_error;
-use crate::cli::stage_table;
-use crate::cli::table;
+use crate::cli::{color, prediction, render_error, stage_table, table};
 use clap::builder::StyledStr;
 use comfy_table::Table;
 use compiler::plan::Plan;
@@ -21,10 +17,9 @@ use pipec::events::{Event, EventSink};
 use pipec::launch::stop_signal::Stop;
 use serde_json::Value;
 use std::cell::{Cell, RefCell};
-use std::env;
-use std::fmt;
 use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::time::{Duration, Instant};
+use std::{env, fmt};
 
 /// Interval of step reports in a training run without a terminal.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
@@ -234,9 +229,7 @@ impl Screen {
             Reader::Person => print_error(&failure.to_string()),
         }
     }
-}
 
-impl Screen {
     fn bar(&self, unit: &str, total: u64) -> ProgressBar {
         let template = match unit {
             "kernels" => "profiling {bar:30} {pos}/{len} {wide_msg}",

@@ -7,13 +7,13 @@
 use crate::cli::stage_table::device_kinds;
 use compiler::plan::{Plan, Stage};
 
-/// The most stages with a row each.
-const MAX_UNFOLDED: usize = 24;
+/// The most stages, or workers, with a row each.
+pub const MAX_UNFOLDED: usize = 24;
 
-const MAX_ROWS: usize = 40;
+pub const MAX_ROWS: usize = 40;
 
 /// The rows before the omitted ones in a table that would have more.
-const LEADING_ROWS: usize = 24;
+pub const LEADING_ROWS: usize = 24;
 
 /// Relative difference up to which times are alike.
 const MAX_DIFFERENCE: f64 = 0.01;
@@ -104,20 +104,14 @@ fn are_alike(plan: &Plan, links: &[[f64; 2]], first: usize, second: usize) -> bo
 #[cfg(test)]
 mod tests {
     use super::*;
-    use compiler::cluster::read::gpus;
+    use crate::cli::sample_plan;
     use models::choice::Setting;
     use models::zoo;
-    use pipec::costs::cost_source::CostSource;
-    use pipec::model;
-    use pipec::plan::from_costs::solve;
     use pipec::plan::request::{PlanOptions, ScheduleChoice};
-    use std::path::Path;
 
     fn plan(stages: u32) -> Plan {
         let options = zoo::Options { structure: true, ..zoo::Options::default() };
-        let built = zoo::build("gpt", &options.with("layers", Setting::Number(80))).unwrap();
-        let loaded = model::of_zoo("gpt.onnx", zoo::to_bytes(&built.model)).unwrap();
-        let costs = CostSource::of_loaded(loaded, None).unwrap().on(gpus(stages, None).unwrap(), 4).unwrap();
+        let model = options.with("layers", Setting::Number(80));
         let schedule = Some(ScheduleChoice::Named(compiler::plan::schedule::Schedule::OneFOneB));
         let options = PlanOptions {
             replicas: Some(vec![1; stages as usize]),
@@ -125,7 +119,7 @@ mod tests {
             schedule,
             ..PlanOptions::default()
         };
-        solve(Path::new("gpt.onnx"), costs, &options).unwrap().plan
+        sample_plan::plan("gpt", &model, stages, &options)
     }
 
     #[test]

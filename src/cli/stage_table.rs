@@ -2,9 +2,10 @@
 //! ([`stage_rows`](super::stage_rows)).
 
 use crate::cli::stage_rows::{self, Row};
-use crate::cli::table::wrap;
+use crate::cli::table::{fits, folded_rows, omission};
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
+use compiler::cluster::Device;
 use compiler::export::stage_name::{LAYERS, layers_within, ranges, replicas, sparing};
 use compiler::plan::problem::CostModel;
 use compiler::plan::{Plan, Stage};
@@ -15,7 +16,6 @@ use compiler::text::name::short_name;
 use compiler::text::quantity;
 use pipec::cluster;
 use pipec::costs::COSTS;
-use pipec::plan::request::cost_name;
 
 /// Characters of a full load bar.
 const BAR_WIDTH: usize = 10;
@@ -60,7 +60,7 @@ pub fn heading(plan: &Plan) -> String {
         short_name(model),
         quantity::count(plan.model.ops),
         cluster::describe(&plan.cluster),
-        cost_name(plan.cost),
+        plan.cost.name(),
         plan.precision_name(),
         plan.schedule.kind.name(),
     )
@@ -145,21 +145,16 @@ const LAYOUTS: [Layout; 5] = [
 
 /// The stage table, in lines of at most `width` characters if possible.
 pub fn stages(plan: &Plan, width: Option<usize>) -> String {
-    let fits = |text: &String| width.is_none_or(|width| text.lines().all(|line| line.chars().count() <= width));
     let mut tables = LAYOUTS.iter().map(|layout| draw_stages(plan, *layout));
     let widest = tables.next().unwrap_or_default();
-    if fits(&widest) {
+    if fits(&widest, width) {
         return widest;
     }
-    let narrow =
-        tables.fold(widest.clone(), |narrower, narrower_table| if fits(&narrower) { narrower } else { narrower_table });
+    let narrow = tables.fold(widest.clone(), |narrow, narrower| if fits(&narrow, width) { narrow } else { narrower });
     let has = |table: &str, column: &str| table.lines().next().is_some_and(|header| header.contains(column));
     let missing: Vec<&str> =
         OPTIONAL_COLUMNS.into_iter().filter(|column| has(&widest, column) && !has(&narrow, column)).collect();
-    match missing.is_empty() {
-        true => narrow,
-        false => narrow + &wrap(&format!("without {}: this terminal is too narrow\n", missing.join(", ")), width),
-    }
+    narrow + &omission(&missing, width)
 }
 
 fn draw_stages(plan: &Plan, layout: Layout) -> String {
@@ -192,10 +187,7 @@ fn draw_stages(plan: &Plan, layout: Layout) -> String {
     let right = [&[0, 1][..], &(4..header.len() - 1).collect::<Vec<_>>()].concat();
     let omitted = match stage_rows::omitted_count(plan, &rows) {
         0 => String::new(),
-        stages => {
-            let stages = quantity::plural(stages as u64, "stage", "stages");
-            format!("without {stages} that differ; `--format json` prints all\n")
-        }
+        stages => folded_rows(&quantity::plural(stages as u64, "stage", "stages")),
     };
     table(&header, &right, rows.iter().map(row).collect()) + &omitted
 }
@@ -277,14 +269,20 @@ fn limit_share(plan: &Plan, row: &Row<'_>) -> String {
     })
 }
 
-fn stage_limit_share(plan: &Plan, stage: &Stage) -> Option<f64> {
+/// The types of the devices of a stage, in a cluster with several device classes.
+fn device_types<'a>(plan: &'a Plan, stage: &'a Stage) -> impl Iterator<Item = &'a Device> {
     let mut end = 0u32;
-    let classes = plan.cluster.classes.iter().filter_map(|class| {
+    let of_stage = plan.cluster.classes.iter().filter(move |class| {
         let start = end;
         end = end.saturating_add(class.count);
-        stage.devices.iter().any(|device| (start..end).contains(device)).then_some(class.device.memory.0)
+        stage.devices.iter().any(|device| (start..end).contains(device))
     });
-    let limit = classes.chain(plan.cluster.memory_per_device.map(|limit| limit.0)).min();
+    of_stage.map(|class| &class.device)
+}
+
+fn stage_limit_share(plan: &Plan, stage: &Stage) -> Option<f64> {
+    let limits = device_types(plan, stage).map(|device| device.memory.0);
+    let limit = limits.chain(plan.cluster.memory_per_device.map(|limit| limit.0)).min();
     limit.filter(|limit| *limit > 0).map(|limit| {
         let colocated = plan.stages.iter().filter(|stage_of_device| stage_of_device.devices == stage.devices);
         let bytes: f64 = colocated.map(|stage_of_device| stage_of_device.memory.total as f64).sum();
@@ -295,14 +293,9 @@ fn stage_limit_share(plan: &Plan, stage: &Stage) -> Option<f64> {
 /// The device types of a stage, if the cluster has several device classes.
 pub fn device_kinds(plan: &Plan, stage: &Stage) -> String {
     let mut kinds: Vec<&str> = Vec::new();
-    let mut end = 0u32;
-    for class in &plan.cluster.classes {
-        let start = end;
-        end = end.saturating_add(class.count);
-        if stage.devices.iter().any(|device| (start..end).contains(device))
-            && !kinds.contains(&class.device.kind.as_str())
-        {
-            kinds.push(&class.device.kind);
+    for Device { kind, .. } in device_types(plan, stage) {
+        if !kinds.contains(&kind.as_str()) {
+            kinds.push(kind);
         }
     }
     if kinds.is_empty() { String::new() } else { format!(" ({})", short_name(&kinds.join(", "))) }
@@ -317,21 +310,14 @@ fn load_bar(share: f64, width: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use compiler::cluster::read::gpus;
+    use crate::cli::sample_plan::plan;
     use models::zoo;
-    use pipec::costs::cost_source::CostSource;
-    use pipec::model;
-    use pipec::plan::from_costs::solve;
     use pipec::plan::request::PlanOptions;
-    use std::path::Path;
 
     #[test]
     fn a_narrow_terminal_gets_a_narrow_table() {
-        let built = zoo::build("gpt", &zoo::Options { structure: true, ..zoo::Options::default() }).unwrap();
-        let loaded = model::of_zoo("gpt.onnx", zoo::to_bytes(&built.model)).unwrap();
-        let costs = CostSource::of_loaded(loaded, None).unwrap().on(gpus(4, None).unwrap(), 4).unwrap();
         let options = PlanOptions { replicas: Some(vec![1, 2, 1]), ..PlanOptions::default() };
-        let plan = solve(Path::new("gpt.onnx"), costs, &options).unwrap().plan;
+        let plan = plan("gpt", &zoo::Options { structure: true, ..zoo::Options::default() }, 4, &options);
         let widest = |width| stages(&plan, width).lines().map(|line| line.chars().count()).max().unwrap_or(0);
         let free = widest(None);
         assert!(free > 100, "{free}");

@@ -74,7 +74,6 @@ pub fn fit_table(
     shrinks: &[Shrink],
     width: Option<usize>,
 ) -> String {
-    let is_narrow = |text: &str| width.is_none_or(|width| text.lines().all(|line| line.chars().count() <= width));
     let mut columns: Vec<usize> = (0..header.len()).collect();
     let draw = |rows: &[Vec<String>], columns: &[usize]| {
         let cells = |row: &Vec<String>| columns.iter().filter_map(|column| row.get(*column).cloned()).collect();
@@ -84,7 +83,7 @@ pub fn fit_table(
     };
     let mut text = draw(&rows, &columns);
     for shrink in shrinks {
-        if is_narrow(&text) {
+        if fits(&text, width) {
             break;
         }
         match *shrink {
@@ -97,10 +96,25 @@ pub fn fit_table(
     }
     let omitted: Vec<&str> =
         (0..header.len()).filter(|column| !columns.contains(column)).map(|column| header[column]).collect();
-    match omitted.is_empty() {
-        true => text,
-        false => text + &wrap(&format!("without {}: this terminal is too narrow\n", omitted.join(", ")), width),
+    text + &omission(&omitted, width)
+}
+
+/// True if no line is wider than `width`.
+pub fn fits(text: &str, width: Option<usize>) -> bool {
+    width.is_none_or(|width| text.lines().all(|line| line.chars().count() <= width))
+}
+
+/// Names the columns that a narrow table omits.
+pub fn omission(columns: &[&str], width: Option<usize>) -> String {
+    match columns.is_empty() {
+        true => String::new(),
+        false => wrap(&format!("without {}: this terminal is too narrow\n", columns.join(", ")), width),
     }
+}
+
+/// Names what a long table leaves out.
+pub fn folded_rows(rows: &str) -> String {
+    format!("without {rows} that differ; `--format json` prints all\n")
 }
 
 fn truncate(cell: &mut String, max_width: usize) {

@@ -5,21 +5,21 @@
 
 use crate::cli::screen::Screen;
 use compiler::export::escape::short;
-use compiler::export::report::{Answer, WhatIf};
-use compiler::plan::coarsen;
-use compiler::plan::device_memory::fullest;
+use compiler::export::report::WhatIf;
+use compiler::export::sweep::Figures;
 use compiler::plan::problem::set_recompute_scopes;
-use compiler::plan::{Plan, Stage};
+use compiler::plan::{Plan, Stage, coarsen};
 use compiler::profile::shared::TensorParallelCosts;
 use pipec::costs::Costs;
 use pipec::costs::cost_source::CostSource;
 use pipec::error::ErrorKind;
 use pipec::plan::from_costs::solve_fast;
+use pipec::plan::parallel::in_parallel;
 use pipec::plan::replan;
 use pipec::plan::request::PlanOptions;
 use pipec::plan::tensor_parallel::TensorParallel;
+use std::panic::resume_unwind;
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -83,7 +83,7 @@ pub fn cells(source: &CostSource, file: &Path, plan: &Plan, screen: &Screen) -> 
         let is_this_plan = (devices, *micro_batch, microbatches)
             == (plan.cluster.devices, schedule.micro_batch, schedule.microbatches);
         let answer = match is_this_plan {
-            true => Ok(answer_of(plan)),
+            true => Ok(Figures::of(plan, 0)),
             false => solve_variant(
                 file,
                 plan,
@@ -105,30 +105,20 @@ fn solve_all(
     screen: &Screen,
 ) -> Vec<WhatIf> {
     let bar = screen.progress(requests.len() as u64, "{bar:30} {pos}/{len} what-if plans, {elapsed}");
-    let cores = thread::available_parallelism().map_or(1, usize::from).min(requests.len());
-    let next = AtomicUsize::new(0);
-    let mut cells: Vec<Option<WhatIf>> = vec![None; requests.len()];
     let (sender, results) = channel();
-    thread::scope(|scope| {
-        for _ in 0..cores {
-            let (sender, next) = (sender.clone(), &next);
-            scope.spawn(move || {
-                // The receiver outlives all senders.
-                while let Some((at, request)) = Some(next.fetch_add(1, Ordering::Relaxed))
-                    .and_then(|at| requests.get(at).map(|request| (at, request)))
-                {
-                    if sender.send((at, solve_request(request))).is_err() {
-                        break;
-                    }
-                }
-            });
-        }
-        drop(sender);
+    let cells = thread::scope(|scope| {
+        let plans = scope.spawn(move || {
+            in_parallel(requests, |request| {
+                let plan = solve_request(request);
+                // The receiver outlives the sender.
+                let _ = sender.send(());
+                plan
+            })
+        });
         let (mut finished, mut report_time) = (0, Instant::now() + FIRST_REPORT);
         loop {
             match results.recv_timeout(report_time.saturating_duration_since(Instant::now())) {
-                Ok((at, cell)) => {
-                    cells[at] = Some(cell);
+                Ok(()) => {
                     finished += 1;
                     bar.inc(1);
                 }
@@ -144,9 +134,10 @@ fn solve_all(
                 Err(RecvTimeoutError::Disconnected) => break,
             }
         }
+        plans.join().unwrap_or_else(|panic| resume_unwind(panic))
     });
     bar.finish_and_clear();
-    cells.into_iter().flatten().collect()
+    cells
 }
 
 /// The costs at this micro-batch size, on single devices and on groups.
@@ -167,14 +158,6 @@ fn costs(
     Some((costs, group_costs))
 }
 
-fn answer_of(plan: &Plan) -> Answer {
-    Answer {
-        replicas: plan.stages.iter().map(|stage| stage.replicas).collect(),
-        throughput_per_s: plan.predicted.throughput_per_s,
-        peak_bytes: fullest(plan),
-    }
-}
-
 fn solve_variant(
     file: &Path,
     plan: &Plan,
@@ -182,7 +165,7 @@ fn solve_variant(
     group_costs: Vec<TensorParallelCosts>,
     (outer, microbatches): (u32, u32),
     options: &PlanOptions,
-) -> Result<Answer, String> {
+) -> Result<Figures, String> {
     if let Some(level) = costs.cluster.levels.last_mut() {
         level.count = outer;
     }
@@ -191,7 +174,7 @@ fn solve_variant(
         return Err(format!("tensor degree {degree} does not divide them"));
     }
     match solve_fast(file, costs, group_costs, &PlanOptions { microbatches, ..options.clone() }) {
-        Ok(planned) => Ok(answer_of(&planned.plan)),
+        Ok(planned) => Ok(Figures::of(&planned.plan, 0)),
         Err(failure) if failure.kind() == ErrorKind::Infeasible => Err("does not fit".to_string()),
         Err(failure) => Err(short(&failure.reason(), 80)),
     }

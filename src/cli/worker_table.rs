@@ -1,14 +1,9 @@
 //! The workers of a simulation as a table; of many workers, those alike share a row.
 
+use crate::cli::stage_rows::{LEADING_ROWS, MAX_ROWS, MAX_UNFOLDED};
 use crate::cli::stage_table::table;
+use crate::cli::table::folded_rows;
 use compiler::text::quantity;
-
-/// The most workers with a row each.
-const MAX_UNFOLDED: usize = 24;
-
-/// The most rows, and those before the omitted ones in a longer table.
-const MAX_ROWS: usize = 40;
-const LEADING_ROWS: usize = 24;
 
 /// A simulated worker: a device, or a tensor-parallel group.
 #[derive(Clone, Debug)]
@@ -53,7 +48,7 @@ pub fn workers(workers: &[Worker], degree: u32) -> String {
     let text = table(&header, &[1, 2, 3, 4], rows.into_iter().map(row).collect());
     match omitted {
         0 => text,
-        _ => text + &format!("without {omitted} workers that differ; `--format json` prints all\n"),
+        _ => text + &folded_rows(&format!("{omitted} workers")),
     }
 }
 

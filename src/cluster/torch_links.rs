@@ -1,8 +1,9 @@
 //! Measures links with PyTorch's collectives, in the processes of a torchrun job: NCCL on GPUs, gloo on processors.
 
+use crate::cluster::gpu_of;
 use crate::error::Error;
-use crate::files::python::{self, PythonError};
-use compiler::cluster::device::{self, Kind};
+use crate::files::python;
+use compiler::cluster::device::Kind;
 use compiler::cluster::{Bytes, BytesPerSecond, Cluster, Level, Seconds};
 use profiler::machine;
 use serde_json::{Value, json};
@@ -30,7 +31,6 @@ pub struct TorchLinks {
 pub struct LinkTime {
     /// The name of the level.
     pub level: &'static str,
-    /// The operation.
     pub operation: String,
     /// Bytes of the tensor.
     pub bytes: u64,
@@ -81,14 +81,10 @@ pub fn measure(links: &TorchLinks) -> Result<Option<(Cluster, Vec<LinkTime>)>, E
         }
     };
     let python = python::find(links.python.as_deref());
-    python::run(&python, SCRIPT, &request, &mut read_line).map_err(|PythonError { why, help }| {
-        let failure = failed(why);
-        if help.is_empty() { failure } else { failure.with_help(help) }
-    })?;
+    python::run(&python, SCRIPT, &request, &mut read_line, &failed)?;
     let Some(device_info) = device_info else { return Ok(None) };
     let text = device_info["devices"].as_str().unwrap_or_default().to_lowercase().replace(' ', "");
-    let kinds = device::KINDS.iter().filter(|kind| kind.name != "cpu" && text.contains(kind.name));
-    let device = match kinds.max_by_key(|kind| kind.name.len()).map(Kind::device) {
+    let device = match gpu_of(&text).map(Kind::device) {
         Some(mut device) => {
             device.memory = device_info["memory_bytes"].as_u64().map_or(device.memory, Bytes);
             device

@@ -1,15 +1,14 @@
 //! A model whose costs are needed for several clusters, sizes or plans.
 
 use crate::cluster::{self, ClusterRequest};
-use crate::costs::model_match;
-use crate::costs::{self, COSTS, CostInput, Costs, ModelFormat, PrecisionChoice, Times};
+use crate::costs::{self, COSTS, CostInput, Costs, ModelFormat, PrecisionChoice, Times, model_match};
 use crate::error::Error;
 use crate::events::EventSink;
 use crate::files::{input, output};
 use crate::loss::CountedLoss;
 use crate::model::{self, ImportRequest, LoadedModel};
 use compiler::cluster::{Cluster, Device, device};
-use compiler::plan::{Plan, PlannedCluster};
+use compiler::plan::Plan;
 use compiler::profile::Method;
 use compiler::tensor::DType;
 use serde_json::Value;
@@ -58,14 +57,12 @@ impl CostSource {
         events: &dyn EventSink,
     ) -> Result<CostSource, Error> {
         let is_measured = plan.profile.method == Method::Measured && ModelFormat::of(path) != ModelFormat::Pipedream;
-        let mut import = ImportRequest::default();
-        import.follow(&plan.model.import);
+        let import = ImportRequest::of(plan);
         let mut source = CostSource::open(path, input.unwrap_or(&CostInput::default()), &import, events)?;
         if is_measured && input.is_none() {
             // A wrong model is reported before a missing profile.
             if let Origin::Analytic(loaded, _) = &source.origin {
-                let ops = loaded.profiled().ops as usize;
-                model_match::check(plan, &loaded.planned(ops, plan.model.import.loss.clone()))?;
+                model_match::check_loaded(plan, loaded)?;
             }
             return Err(missing_profile(path, plan));
         }
@@ -114,7 +111,6 @@ impl CostSource {
         self.with(cluster, micro_batch, PrecisionChoice::Usual)
     }
 
-    /// The costs in this precision.
     pub fn with(&self, cluster: Cluster, micro_batch: u64, precision: PrecisionChoice) -> Result<Costs, Error> {
         match &self.origin {
             Origin::Published => costs::published_on(&self.path, cluster, micro_batch, DType::F32.name()),
@@ -140,7 +136,7 @@ impl CostSource {
     /// The costs on the plan's cluster. Refuses a model that is not the plan's.
     pub fn costs(&self, plan: &Plan, micro_batch: u64) -> Result<Costs, Error> {
         let choice = plan.precision().map_or(PrecisionChoice::Model, PrecisionChoice::Given);
-        let costs = self.with(planned_cluster(plan), micro_batch, choice)?;
+        let costs = self.with(cluster::planned(&plan.cluster), micro_batch, choice)?;
         model_match::check(plan, &costs.model)?;
         Ok(costs)
     }
@@ -163,10 +159,4 @@ fn planned_device(plan: &Plan) -> Device {
     let cluster_device = &plan.cluster.device;
     let name = plan.options.get(COSTS).and_then(Value::as_str).filter(|name| *name != cluster_device.kind);
     name.and_then(device::find).map_or_else(|| cluster_device.clone(), device::Kind::device)
-}
-
-/// The devices of a plan.
-pub fn planned_cluster(plan: &Plan) -> Cluster {
-    let PlannedCluster { device, levels, classes, .. } = plan.cluster.clone();
-    Cluster { device, levels, classes, hosts: Vec::new() }
 }

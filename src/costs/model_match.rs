@@ -1,11 +1,18 @@
 //! Checks that a plan belongs to a model, and reports the differences.
 
 use crate::error::Error;
+use crate::model::LoadedModel;
 use compiler::plan::{Plan, PlannedModel};
 use compiler::text::name::short_name;
 
 /// Characters of a fingerprint that are shown.
 const FINGERPRINT_LENGTH: usize = 12;
+
+/// Refuses an imported model that is not the plan's.
+pub fn check_loaded(plan: &Plan, loaded: &LoadedModel) -> Result<(), Error> {
+    let ops = loaded.profiled().ops as usize;
+    check(plan, &loaded.planned(ops, plan.model.import.loss.clone()))
+}
 
 /// Refuses a model that is not the plan's. A published profile has no graph: its bytes are compared.
 pub fn check(plan: &Plan, model: &PlannedModel) -> Result<(), Error> {

@@ -46,7 +46,6 @@ fn detect(bytes: &[u8]) -> Option<(Content, &'static str, &'static str)> {
     })
 }
 
-/// Help for TorchScript.
 const TORCHSCRIPT_HELP: &str = "export the original module with `torch.export`: run these lines where it is defined, not on the result of torch.jit.load";
 
 /// Help for a torch file without an exported program.

@@ -1,8 +1,7 @@
 //! Reads text files: plans, profiles. Every read is bounded.
 
 use crate::error::Error;
-use crate::files::detect;
-use crate::files::missing;
+use crate::files::{detect, missing};
 use compiler::graph::hash::sha256;
 use compiler::plan::{Plan, read};
 use compiler::profile::{self, Profile};
@@ -37,7 +36,6 @@ pub fn text(path: &Path, max_bytes: u64) -> Result<String, Error> {
     String::from_utf8(bytes).map_err(|error| fail(format!("it is not UTF-8 text: {error}")))
 }
 
-/// A plan.
 pub fn plan(path: &Path) -> Result<Plan, Error> {
     if path.extension().is_some_and(|extension| extension == "onnx" || extension == "pt2") {
         let help = format!("`pipec partition {}` makes a plan of it", path.display());

@@ -1,9 +1,8 @@
 //! Output files. Paths are checked before work begins, so that a long run does not end with a missing folder.
 
 use crate::error::Error;
-use crate::files::input;
-use crate::files::overwrite;
 use crate::files::overwrite::Mark;
+use crate::files::{input, overwrite};
 use compiler::tensor::Tensor;
 use compiler::text::name::short_name;
 use runtime::data::weights;

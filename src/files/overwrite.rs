@@ -5,6 +5,7 @@
 
 use crate::error::Error;
 use crate::files::detect;
+use compiler::export::trace::Form;
 use compiler::text::name::short_name;
 use runtime::data::{npz, weights};
 use serde_json::Value;
@@ -45,22 +46,19 @@ pub enum Mark {
 }
 
 impl Mark {
-    /// A plan.
     pub fn plan() -> Mark {
         Mark::Ours("plan".to_string())
     }
 
-    /// A profile.
     pub fn profile() -> Mark {
         Mark::Ours("profile".to_string())
     }
 
     /// The format of a trace with this file name.
     pub fn trace(path: &Path) -> Mark {
-        if path.extension().is_some_and(|extension| extension == "pftrace" || extension == "perfetto-trace") {
-            Mark::Perfetto
-        } else {
-            Mark::Trace
+        match Form::of(&path.to_string_lossy()) {
+            Form::Perfetto => Mark::Perfetto,
+            Form::Chrome => Mark::Trace,
         }
     }
 

@@ -1,13 +1,13 @@
 //! Runs the user's Python with a script that pipec carries. The script reads a request as JSON from standard input and
 //! writes one JSON object per line.
 
+use crate::error::Error;
 use compiler::text::name::short_name;
 use serde_json::Value;
-use std::env;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::thread;
+use std::{env, thread};
 
 /// The Python: the given one, else that of the virtual environment, else `python3`.
 pub fn find(requested: Option<&Path>) -> PathBuf {
@@ -19,24 +19,19 @@ pub fn find(requested: Option<&Path>) -> PathBuf {
     requested.map(Path::to_path_buf).or_else(of_environment).unwrap_or_else(|| PathBuf::from("python3"))
 }
 
-/// Why a script failed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PythonError {
-    /// The reason.
-    pub why: String,
-    /// What to do; may be empty.
-    pub help: String,
-}
-
 /// Runs a script with this request and passes on every line that is a JSON object. A line `{"error": …, "help": …}` ends
-/// it with that error.
-pub fn run(python: &Path, script: &str, request: &Value, on_line: &mut dyn FnMut(Value)) -> Result<(), PythonError> {
-    let failed = |why: String| PythonError { why, help: String::new() };
+/// it with that error. `failed` makes an error of its reason.
+pub fn run(
+    python: &Path,
+    script: &str,
+    request: &Value,
+    on_line: &mut dyn FnMut(Value),
+    failed: &dyn Fn(String) -> Error,
+) -> Result<(), Error> {
     let mut command = Command::new(python);
     command.arg("-c").arg(script).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().map_err(|error| PythonError {
-        why: format!("{}: {error}", python.display()),
-        help: "name the Python with torch with `--python PATH`".to_string(),
+    let mut child = command.spawn().map_err(|error| {
+        failed(format!("{}: {error}", python.display())).with_help("name the Python with torch with `--python PATH`")
     })?;
     let (input, output, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
     let (Some(mut input), Some(output), Some(mut stderr)) = (input, output, stderr) else {
@@ -57,7 +52,11 @@ pub fn run(python: &Path, script: &str, request: &Value, on_line: &mut dyn FnMut
         let Ok(line @ Value::Object(_)) = serde_json::from_str::<Value>(&line) else { continue };
         let text = |name: &str| line[name].as_str().unwrap_or_default().to_string();
         match line.get("error") {
-            Some(_) => script_error = script_error.or(Some(PythonError { why: text("error"), help: text("help") })),
+            Some(_) => {
+                let help = Some(text("help")).filter(|help| !help.is_empty());
+                let error = help.into_iter().fold(failed(text("error")), Error::with_help);
+                script_error = script_error.or(Some(error));
+            }
             None => on_line(line),
         }
     }

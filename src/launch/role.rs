@@ -45,7 +45,6 @@ pub struct ProcessRequest {
     pub hosts: Option<PathBuf>,
     /// The index of this host in the file; if absent, the host whose address is this machine's.
     pub host: Option<u32>,
-    /// The rank of this process.
     pub rank: Option<u32>,
     /// The address of process 0, `HOST:PORT`.
     pub address: Option<String>,
@@ -263,16 +262,9 @@ impl ProcessRole {
         let listen = Some(first.clone()).filter(|_| rank == 0 && !uses_mpi);
         let distribution = WorkerDistribution::Processes(launched.processes);
         let token = token()?;
-        Ok(ProcessRole::Member(Member {
-            process: rank,
-            distribution,
-            first_address: first,
-            listen,
-            run,
-            restarts: 0,
-            uses_mpi,
-            token,
-        }))
+        let member =
+            Member { process: rank, distribution, listen, run, uses_mpi, ..Member::with_rank(0, first, token) };
+        Ok(ProcessRole::Member(member))
     }
 
     /// True for the one process that reports on the run.
@@ -519,16 +511,8 @@ fn child_member(variable: &str, token: RunToken) -> Option<Member> {
         // The parent has ended, so there is nobody to report to.
         std::process::exit(1);
     }
-    Some(Member {
-        process,
-        distribution: WorkerDistribution::Beside,
-        first_address: first,
-        listen: None,
-        run,
-        restarts,
-        uses_mpi: false,
-        token,
-    })
+    let distribution = WorkerDistribution::Beside;
+    Some(Member { process, distribution, listen: None, run, restarts, ..Member::with_rank(0, first, token) })
 }
 
 /// A number that is unlikely to be used by another run.

@@ -69,7 +69,6 @@ pub fn pause(_: &[u32]) {}
 #[cfg(not(unix))]
 pub fn send(_: i32, _: u32) {}
 
-/// The name of a signal.
 pub fn name(signal: i32) -> String {
     let common = [(1, "HUP"), (2, "INT"), (3, "QUIT"), (4, "ILL"), (6, "ABRT"), (7, "BUS"), (8, "FPE"), (9, "KILL")];
     let others = [(11, "SEGV"), (13, "PIPE"), (15, "TERM"), (24, "XCPU")];

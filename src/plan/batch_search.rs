@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind};
 use crate::events::{Event, EventSink};
 use crate::plan::configuration_search::{self, SYNCHRONOUS};
 use crate::plan::from_costs::solve_with_groups;
-use crate::plan::request::{PlanRequest, ScheduleChoice, cost_name};
+use crate::plan::request::{PlanRequest, ScheduleChoice};
 use crate::plan::request_costs::{CostsBySize, untrainable};
 use crate::plan::result::{PlanResult, Tried};
 use crate::plan::{tied_weights, variant};
@@ -123,7 +123,7 @@ fn validate(request: &PlanRequest) -> Result<(), Error> {
             refused("--objective latency", "it is for inference pipelines")
         }
         (Some(ScheduleChoice::Auto), _) if options.cost != CostModel::Pipec => {
-            refused(&format!("--cost {}", cost_name(options.cost)), "its formula supports only one schedule")
+            refused(&format!("--cost {}", options.cost.name()), "its formula supports only one schedule")
         }
         (_, Some(batch)) => {
             let parts = [("--micro-batch", request.micro_batch), ("--microbatches", Some(options.microbatches.into()))];

@@ -290,14 +290,3 @@ impl PlanOptions {
         self.zero().validate(kind.trains(), self.target)
     }
 }
-
-/// The name of a cost model.
-pub fn cost_name(cost: CostModel) -> &'static str {
-    match cost {
-        CostModel::Paper => "paper",
-        CostModel::Pipedream => "pipedream",
-        CostModel::Pipec => "pipec",
-        CostModel::Load => "load",
-        CostModel::Hybrid => "hybrid",
-    }
-}

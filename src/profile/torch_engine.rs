@@ -4,9 +4,10 @@
 //! share it in proportion to their roofline. Nodes without an op, such as views, count for the next node that has one.
 //! Memory and operations are those of pipec's graph. pipec itself executes nothing of the file, but torch loads it.
 
+use crate::cluster;
 use crate::error::Error;
 use crate::events::{Event, EventSink};
-use crate::files::python::{self, PythonError};
+use crate::files::python;
 use crate::loss::{Attributed, CountedLoss};
 use crate::model::LoadedModel;
 use compiler::cluster::device;
@@ -42,11 +43,8 @@ pub struct TorchEngine {
     pub compile: bool,
 }
 
-/// The model to measure.
 pub struct TorchSubject<'a> {
-    /// The model.
     pub loaded: &'a LoadedModel,
-    /// Its file.
     pub file: &'a Path,
     /// The graph at this micro-batch size and precision.
     pub graph: &'a Graph,
@@ -118,10 +116,7 @@ pub fn measure(
     }
     events.note(&format!("torch loads {} and runs it; pipec executes nothing of it", short_name(name)));
     let report = run(engine, subject, settings, events)?;
-    let device_name = report.device["name"].as_str().unwrap_or_default().to_lowercase().replace(' ', "");
-    // The longest name in "NVIDIA H100 80GB HBM3" and the like.
-    let gpus = device::KINDS.iter().filter(|kind| kind.name != "cpu" && device_name.contains(kind.name));
-    let kind = gpus.max_by_key(|kind| kind.name.len());
+    let kind = cluster::gpu_of(report.device["name"].as_str().unwrap_or_default());
     let roofline = kind.or_else(|| device::find("cpu")).ok_or_else(|| Error::bug("the table of devices has CPUs"))?;
     let subject_of_profile = Subject {
         model: subject.loaded.profiled(),
@@ -220,9 +215,8 @@ fn run(
     events: &dyn EventSink,
 ) -> Result<Report, Error> {
     let python = python::find(engine.python.as_deref());
-    let failed = |why: &dyn std::fmt::Display| {
-        Error::input(format!("cannot measure {} with torch", subject.loaded.model.file)).because(why)
-    };
+    let failed =
+        |why: String| Error::input(format!("cannot measure {} with torch", subject.loaded.model.file)).because(why);
     let (loss, class_axis) = match subject.attributed.counted {
         CountedLoss::One(loss, axis) => (loss.name(), axis),
         CountedLoss::Default | CountedLoss::None => ("none", None),
@@ -244,14 +238,11 @@ fn run(
         "compile": engine.compile,
     });
     let mut report = Report::default();
-    let result = python::run(&python, SCRIPT, &request, &mut |line| report.read_line(&line, events));
+    let result = python::run(&python, SCRIPT, &request, &mut |line| report.read_line(&line, events), &failed);
     events.event(Event::ProgressEnd);
-    result.map_err(|PythonError { why, help }| {
-        let failure = failed(&why);
-        if help.is_empty() { failure } else { failure.with_help(help) }
-    })?;
+    result?;
     match report.nodes.is_empty() {
-        true => Err(failed(&"torch measured no node")),
+        true => Err(failed("torch measured no node".to_string())),
         false => Ok(report),
     }
 }

@@ -2,17 +2,15 @@
 
 use crate::error::Error;
 use crate::events::EventSink;
-use crate::files::detect;
-use crate::files::missing;
+use crate::files::{detect, missing};
 use compiler::graph::Graph;
 use compiler::op::dropout::COUNTER;
 use compiler::op::{Op, Value};
 use compiler::pass::loss::TARGET;
 use compiler::tensor::Tensor;
 use compiler::text::name::short_name;
-use runtime::data::DataError;
-use runtime::data::weights;
 use runtime::data::weights::FileError;
+use runtime::data::{DataError, weights};
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::Path;

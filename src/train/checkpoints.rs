@@ -2,8 +2,7 @@
 
 use crate::error::Error;
 use crate::events::EventSink;
-use crate::files::detect;
-use crate::files::missing;
+use crate::files::{detect, missing};
 use crate::model::list_names;
 use crate::train::prepared::{Prepared, ResumedState};
 use crate::train::request::{CheckpointRequest, Resume};
@@ -215,7 +214,7 @@ fn check_match(folder: &Path, manifest: &Manifest, task: &Task<'_>, prepared: &P
         )));
     }
     let start = ResumePoint { minibatches: manifest.minibatches, ..ResumePoint::default() };
-    start.check(prepared.program()).map_err(|error| {
+    start.check(&prepared.compiled.program).map_err(|error| {
         let failure = resume_error(folder).because(&error);
         match error {
             ResumeError::Round { .. } => {
@@ -252,7 +251,7 @@ fn find_newer(step: u32, task: &Task<'_>) -> Option<PathBuf> {
 
 /// True if the checkpoint is from the last steps of a shorter run, where nothing was in flight after its end.
 fn ends_before(manifest: &Manifest, prepared: &Prepared) -> bool {
-    let program = prepared.program();
+    let program = &prepared.compiled.program;
     let in_flight = program.stages.iter().map(|stage| stage.cap.saturating_mul(stage.replicas)).max();
     // Includes the minibatch whose update comes before the checkpoint.
     let last_steps = in_flight.unwrap_or(1).saturating_sub(1);
@@ -338,7 +337,7 @@ pub fn writer_config<'a>(
     let job = prepared.unsharded_job(task);
     WriterConfig {
         folder: settings.folder.to_path_buf(),
-        keep: settings.keep.map(|keep| keep as usize),
+        keep: task.request.checkpoints.keep.map(|keep| keep as usize),
         resumed_at: prepared.resumed.as_ref().map(|resumed| resumed.start.minibatches),
         run: run_settings(task, prepared).into_iter().map(|(name, setting)| (name, setting.text)).collect(),
         plan: prepared.layout(),
@@ -351,8 +350,8 @@ pub fn writer_config<'a>(
 }
 
 /// Reports when checkpoints are written, if that differs from the request.
-pub fn report_steps(settings: &CheckpointSettings<'_>, prepared: &Prepared, events: &dyn EventSink) {
-    let steps_written = prepared.cuts(settings);
+pub fn report_steps(task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
+    let steps_written = prepared.cuts(task);
     if prepared.first_step() as u32 >= prepared.steps {
         return;
     }
@@ -373,7 +372,7 @@ pub fn report_steps(settings: &CheckpointSettings<'_>, prepared: &Prepared, even
         "checkpoints are written where the rounds of all stages end together, every {}",
         quantity::plural(u64::from(period), "step", "steps")
     );
-    let late = settings.every.filter(|every| !every.is_multiple_of(period));
+    let late = task.checkpoint_interval().filter(|every| !every.is_multiple_of(period));
     let late = late.map(|every| format!("those of every {every} steps at the next such step"));
     let last_step = (last < steps).then(|| format!("the last after step {last} of {steps}"));
     let changes: Vec<String> = late.into_iter().chain(last_step).collect();
@@ -384,8 +383,9 @@ pub fn report_steps(settings: &CheckpointSettings<'_>, prepared: &Prepared, even
 
 /// Omits the checkpoint at the end if no run could resume from it, and no others were requested.
 pub fn drop_useless_checkpoint(task: &mut Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
-    let Some(settings) = task.checkpoint_settings.as_ref().filter(|settings| settings.every.is_none()) else { return };
-    if let Err(why) = check_states(prepared.program(), prepared.unsharded_job(task).codes) {
+    let is_last_only = task.request.checkpoints.every.is_none();
+    let Some(settings) = task.checkpoint_settings.as_ref().filter(|_| is_last_only) else { return };
+    if let Err(why) = check_states(&prepared.compiled.program, prepared.unsharded_job(task).codes) {
         events.note(&format!("{} gets the trained weights but no checkpoint: {why}", settings.folder.display()));
         task.checkpoint_settings = None;
     }
@@ -394,7 +394,6 @@ pub fn drop_useless_checkpoint(task: &mut Task<'_>, prepared: &Prepared, events:
 /// The checkpoints of a run so far.
 #[derive(Debug, Default)]
 pub struct WrittenCheckpoints {
-    /// The newest one.
     pub newest: Option<PathBuf>,
     /// The step of the last one, and why it was not written, if it was not.
     failed: Option<(u32, String)>,

@@ -15,7 +15,6 @@ pub enum DeviceRequest {
     /// GPUs if each worker of the plan fits in one, else the CPU: see [`auto_device`](crate::train::auto_device).
     #[default]
     Auto,
-    /// The CPU.
     Cpu,
     /// All GPUs of this machine.
     AllGpus,
@@ -87,14 +86,11 @@ pub fn for_precision(
 /// The CPU, or one GPU by number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OneDevice {
-    /// The CPU.
     Cpu,
-    /// A GPU.
     Gpu(usize),
 }
 
 impl OneDevice {
-    /// Opens the device.
     pub fn open(self) -> Result<Arc<dyn Device>, Error> {
         match self {
             OneDevice::Cpu => Ok(cpu::device::cpu()),
@@ -113,7 +109,6 @@ pub fn one_device(text: &str) -> Result<OneDevice, String> {
     }
 }
 
-/// Opens a GPU.
 pub fn open_gpu(number: usize) -> Result<Arc<dyn Device>, Error> {
     open(&format!("{}:{number}", cuda::device::NAME)).map_err(|error| {
         let why = match error {

@@ -1,11 +1,10 @@
 //! Evaluates a trained model on held-out rows, and makes the targets of synthetic data with a teacher network.
 
 use crate::error::Error;
-use crate::loss::Loss;
 use crate::model::LoadedModel;
 use compiler::graph::Graph;
 use compiler::op::{Op, Value};
-use compiler::pass::loss::{IGNORED, LOSS, TARGET, attach, class_axis};
+use compiler::pass::loss::{IGNORED, LOSS, Loss, TARGET, attach, class_axis};
 use compiler::pass::precision::precision;
 use compiler::tensor::{DType, Tensor};
 use runtime::data::{Dataset, mix, permutation};
@@ -18,11 +17,9 @@ use std::sync::Arc;
 
 /// The model to evaluate and the settings.
 pub struct Subject<'a> {
-    /// The model.
     pub loaded: &'a LoadedModel,
     /// The type of all floats, if not the model's own.
     pub floats: Option<DType>,
-    /// The loss function.
     pub loss: Loss,
     /// The class axis.
     pub class_dim: Option<i64>,
@@ -86,8 +83,7 @@ impl Subject<'_> {
         let mut graph = self.graph(batch_rows)?;
         let Some(predictions) = graph.outputs.first().cloned() else { return Ok(()) };
         let axis = self.axis(&graph, predictions.value);
-        attach(&mut graph, self.loss.to_compiler(), self.class_dim)
-            .map_err(|error| failed_to("evaluate").because(error))?;
+        attach(&mut graph, self.loss, self.class_dim).map_err(|error| failed_to("evaluate").because(error))?;
         let batches: Vec<_> =
             rows.step_by(batch_rows).map(|at| reshape_inputs(&graph, data.slice(at..at + batch_rows))).collect();
         let targets: Vec<Option<Tensor>> = batches.iter().map(|batch| batch.get(TARGET).cloned()).collect();

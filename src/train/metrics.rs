@@ -2,14 +2,12 @@
 
 use crate::error::Error;
 use crate::events::{Event, EventSink};
-use crate::files::overwrite;
-use crate::files::overwrite::Mark;
-use crate::train::prepare;
-use crate::train::prepare::RunResult;
+use crate::files::overwrite::{self, Mark};
+use crate::train::prepare::{self, RunResult};
 use crate::train::prepared::Prepared;
 use crate::train::task::Task;
-use compiler::export::metrics::{End, HeldOut, Line, PlanTotal, StageTotal, Step, Total, finite};
-use compiler::export::report::{MeasuredOrder, MeasuredPlace};
+use compiler::export::metrics::{End, HeldOut, Line, StageTotal, Step, Total, finite};
+use compiler::export::report::{MeasuredOrder, MeasuredPlace, MeasuredPlan};
 use compiler::plan::{Plan, Stage};
 use compiler::simulate::Activity;
 use runtime::process::process_group::Group;
@@ -97,7 +95,10 @@ pub fn totals(plan: &Plan, prepared: &Prepared, result: &RunResult) -> Total {
         samples_per_s: result.samples_per_s,
         step_us: result.step_us,
         stages: stage_totals(result),
-        plan: PlanTotal { graph: plan.model.graph_hash.clone(), stages: plan.stages.iter().map(stage_place).collect() },
+        plan: MeasuredPlan {
+            graph: plan.model.graph_hash.clone(),
+            stages: plan.stages.iter().map(stage_place).collect(),
+        },
         order: MeasuredOrder {
             schedule: schedule.to_string(),
             micro_batch: prepared.batch / u64::from(microbatches),
@@ -116,7 +117,7 @@ pub fn totals(plan: &Plan, prepared: &Prepared, result: &RunResult) -> Total {
 
 /// The times of each stage on its slowest replica, and the peak bytes over its replicas, also of checkpoints.
 fn stage_totals(result: &RunResult) -> Vec<StageTotal> {
-    let mut stages: BTreeMap<u32, (f64, f64, [u64; 2])> = BTreeMap::new();
+    let mut stages: BTreeMap<u32, StageTotal> = BTreeMap::new();
     for (at, track) in result.tracks.iter().enumerate() {
         let peaks = [&result.trained.peak_memory_bytes, &result.trained.checkpoint_bytes];
         let [peak_bytes, checkpoint_bytes] = peaks.map(|bytes| bytes.get(at).copied().unwrap_or(0));
@@ -136,24 +137,14 @@ fn stage_totals(result: &RunResult) -> Vec<StageTotal> {
         }
         for (stage, sums) in sums {
             let [forward, backward] = sums.map(|(us, count)| us / f64::from(count.max(1)));
-            let maxima = stages.entry(stage).or_default();
-            let [max_peak, max_checkpoint] = maxima.2;
-            *maxima = (
-                maxima.0.max(forward),
-                maxima.1.max(backward),
-                [max_peak.max(peak_bytes), max_checkpoint.max(checkpoint_bytes)],
-            );
+            let none = StageTotal { stage, fwd_us: 0.0, bwd_us: 0.0, peak_memory_bytes: 0, checkpoint_bytes: 0 };
+            let total = stages.entry(stage).or_insert(none);
+            (total.fwd_us, total.bwd_us) = (total.fwd_us.max(forward), total.bwd_us.max(backward));
+            total.peak_memory_bytes = total.peak_memory_bytes.max(peak_bytes);
+            total.checkpoint_bytes = total.checkpoint_bytes.max(checkpoint_bytes);
         }
     }
-    let stage_total =
-        |(stage, (fwd_us, bwd_us, [peak_memory_bytes, checkpoint_bytes])): (u32, (f64, f64, [u64; 2]))| StageTotal {
-            stage,
-            fwd_us,
-            bwd_us,
-            peak_memory_bytes,
-            checkpoint_bytes,
-        };
-    stages.into_iter().map(stage_total).collect()
+    stages.into_values().collect()
 }
 
 /// The bytes of all stages on the devices of stage `at`.

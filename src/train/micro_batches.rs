@@ -1,13 +1,12 @@
 //! Losses whose value depends on the division of a minibatch into micro-batches.
 
-use crate::loss::Loss;
 use crate::train::prepare::input_name;
 use crate::train::task::{Data, Task};
 use compiler::graph::Graph;
 use compiler::import::import::{Batch, Model};
 use compiler::op::{NodeId, Op};
 use compiler::pass::batch_dependence::{BatchDependence, Minibatch, batch_dependence};
-use compiler::pass::loss::{IGNORED, output_of};
+use compiler::pass::loss::{IGNORED, Loss, output_of};
 use compiler::pass::minibatch_mean::{ignored_labels, label_inputs, minibatch_means};
 use compiler::tensor::Tensor;
 use std::collections::BTreeSet;

@@ -4,24 +4,21 @@ use crate::costs::model_match;
 use crate::error::Error;
 use crate::help;
 use crate::launch::stop_signal::Stop;
-use crate::loss::Loss;
+use crate::loss::default_of;
 use crate::model::LoadedModel;
 use crate::plan::custom_schedule::CustomSchedule;
-use crate::train::arrays;
 use crate::train::checkpoints::writer_config;
 use crate::train::evaluation::{Score, Subject};
-use crate::train::failures;
 use crate::train::interrupted::Ended;
-use crate::train::memory;
 use crate::train::micro_batches::{dependence_of, has_uneven_means};
 use crate::train::prepared::Prepared;
 use crate::train::task::{Data, HeldOut, Length, Task};
-use crate::train::tensor_parallel;
 use crate::train::tensor_parallel::Sharing;
+use crate::train::{arrays, failures, memory, tensor_parallel};
 use compiler::graph::{Graph, Output, order};
 use compiler::import::import::{Batch, Model};
 use compiler::op::{NodeId, Op};
-use compiler::pass::loss::{TARGET, class_axis, output_of};
+use compiler::pass::loss::{Loss, TARGET, class_axis, output_of};
 use compiler::pass::mixed_precision::mixed;
 use compiler::pass::precision::precision;
 use compiler::pass::unbiased_variance::{norm_of_one_value, unbiased};
@@ -38,14 +35,12 @@ use compiler::tensor::Tensor;
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::text::name::short_name;
 use compiler::text::quantity;
-use runtime::checkpoint::StageSnapshot;
 use runtime::checkpoint::barrier::MinibatchBarrier;
 use runtime::checkpoint::files::Disk;
-use runtime::checkpoint::find;
 use runtime::checkpoint::writer::{CheckpointWriter, Failure};
+use runtime::checkpoint::{StageSnapshot, find};
 use runtime::data::synthetic::synthetic;
-use runtime::data::weights;
-use runtime::data::{Batches, DataError, Dataset, RowOrder};
+use runtime::data::{Batches, DataError, Dataset, RowOrder, weights};
 use runtime::device::api::Device;
 use runtime::device::cpu::device::cpu;
 use runtime::device::cpu::half::is_half;
@@ -57,13 +52,11 @@ use runtime::stage::saved_weights::Checkpoint;
 use runtime::stage::worker::{Span, Work};
 use runtime::train::error::TrainError;
 use runtime::train::job::{RunOptions, StepDone, Trained};
-use runtime::train::prepare;
 use runtime::train::prepare::{PrepareError, RunTarget, Settings};
-use runtime::train::run;
+use runtime::train::{prepare, run};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::{OnceLock, mpsc};
+use std::sync::{Arc, OnceLock, mpsc};
 
 /// Minibatches of synthetic data; they are repeated.
 const SYNTHETIC_MINIBATCHES: usize = 8;
@@ -76,7 +69,6 @@ const MIN_TIMED_MINIBATCHES: usize = 8;
 /// Default warm-up of PipeMare's learning rate: the run's minibatches divided by this.
 const WARM_UP_DIVISOR: u32 = 4;
 
-/// The result of a run.
 pub struct RunResult {
     /// Weights, losses, times.
     pub trained: Trained,
@@ -139,22 +131,22 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
         Length::Epochs(epochs) => u32::try_from(per_epoch.max(1) as u64 * u64::from(epochs))
             .map_err(|_| Error::input(format!("{epochs} epochs are too many steps")))?,
     };
-    let loss = task.loss.unwrap_or_else(|| Loss::default_of(&graph));
+    let loss = task.loss.unwrap_or_else(|| default_of(&graph));
     let settings = Settings {
         dims: Bindings::new(),
-        loss: loss.to_compiler(),
+        loss,
         class_axis: task.class_dim,
         minibatch_means: has_uneven_means(&graph, loss, &task.data),
         schedule: match task.custom_schedule {
             Some(custom_schedule) => custom_schedule.schedule(),
-            None if task.uses_newest => Schedule::OneFOneBRrNewest,
+            None if task.request.policy.is_newest() => Schedule::OneFOneBRrNewest,
             None => generated(task.schedule).map_err(|error| fail(&error))?,
         },
         count: StepCount { minibatches: steps, microbatches: task.microbatches },
     };
     let pipeline = apply_in_flight(
         pipeline(task.plan).map_err(|error| fail(&error).with_help(help::schedule(&error)))?,
-        &task.in_flight,
+        &task.request.in_flight,
     )?;
     let program = |pipeline: &Pipeline| match task.custom_schedule {
         None => schedule(settings.schedule, pipeline, settings.count),
@@ -252,8 +244,9 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Error> {
     let trained_rows = if task.order == RowOrder::InOrder && rows > items { rows / items * items } else { rows };
     let ignored = count_labels(&data, trained_rows).map_err(unfit)?;
     held_out.as_ref().map_or(Ok(0), |data| count_labels(data, data.rows())).map_err(unfit_held_out)?;
-    let batches =
-        Batches::new(data, items, microbatches, steps as usize, task.order).map_err(unfit)?.with_seed(task.seed);
+    let batches = Batches::new(data, items, microbatches, steps as usize, task.order)
+        .map_err(unfit)?
+        .with_seed(task.request.seed);
     let batches = batches.with_means(compiled.means.take(), task.weights);
     let per_epoch = batches.per_epoch();
     let mut policy = task.policy;
@@ -305,7 +298,8 @@ pub fn run(
             fault = weights::write(&folder.join(checkpoint.file_name()), &checkpoint.weights).err();
         }
     };
-    let mut on_checkpoint = task.checkpoints.map(|folder| move |checkpoint| write_weights(folder, checkpoint));
+    let folder = task.request.checkpoints.folder.as_deref();
+    let mut on_checkpoint = folder.map(|folder| move |checkpoint| write_weights(folder, checkpoint));
     // Any process of a group may receive a stop signal, but process 0 writes the checkpoints.
     let reports = group.as_ref().is_none_or(|group| group.config.process == 0);
     let stop = task.checkpoint_settings.as_ref().map(|_| Stop::listen()).transpose();
@@ -333,7 +327,7 @@ pub fn run(
     };
     let options = RunOptions {
         start: prepared.resumed.as_ref().map(|resumed| &resumed.start),
-        cuts: task.checkpoint_settings.as_ref().map(|checkpoint_settings| prepared.cuts(checkpoint_settings)),
+        cuts: task.checkpoint_settings.as_ref().map(|_| prepared.cuts(task)),
         barrier: gate.as_ref(),
         on_snapshot: on_snapshot.as_mut().map(|on_snapshot| on_snapshot as &mut (dyn FnMut(StageSnapshot) + Send)),
         on_checkpoint: on_checkpoint.as_mut().map(|on_checkpoint| on_checkpoint as &mut dyn FnMut(Checkpoint)),

@@ -1,14 +1,11 @@
 //! A prepared run: its compiled stages, programs and data, before training.
 
-use crate::loss::Loss;
-use crate::train::data_digest;
-use crate::train::memory;
-use crate::train::task::{CheckpointSettings, Task};
+use crate::train::task::Task;
 use crate::train::tensor_parallel::Sharing;
-use compiler::graph::Graph;
+use crate::train::{data_digest, memory};
 use compiler::pass::batch_dependence::BatchDependence;
+use compiler::pass::loss::Loss;
 use compiler::plan::{Plan, Stage};
-use compiler::schedule::Program;
 use compiler::schedule::generators::schedule;
 use compiler::schedule::resume::period;
 use compiler::schedule::semantics::StepCount;
@@ -45,7 +42,6 @@ pub struct Prepared {
     pub rows: usize,
     /// Training rows with only ignored labels.
     pub ignored: usize,
-    /// The loss function.
     pub loss: Loss,
     /// The output that is the loss, if another one might be.
     pub loss_output: Option<String>,
@@ -85,7 +81,7 @@ impl Prepared {
             batches: &self.batches,
             optimizer: task.optimizer,
             policy: self.policy,
-            keep_gradients: task.keep_gradients,
+            keep_gradients: task.request.save_gradients.is_some(),
         }
     }
 
@@ -93,16 +89,6 @@ impl Prepared {
     pub fn unsharded_job<'a>(&'a self, task: &Task<'a>) -> TrainJob<'a> {
         let job = self.job(task);
         TrainJob { codes: self.sharing.as_ref().map_or(job.codes, |sharing| &sharing.unsharded), ..job }
-    }
-
-    /// The number of workers.
-    pub fn workers(&self) -> usize {
-        self.compiled.program.workers.len()
-    }
-
-    /// The trained graph, with fixed sizes and its loss.
-    pub fn graph(&self) -> &Graph {
-        &self.compiled.graph
     }
 
     /// Minibatches completed before a resumed run.
@@ -115,30 +101,20 @@ impl Prepared {
         self.data.get_or_init(|| data_digest::data(&self.batches))
     }
 
-    /// The programs of the workers.
-    pub fn program(&self) -> &Program {
-        &self.compiled.program
-    }
-
     /// The distribution of parameters and work over workers.
     pub fn layout(&self) -> ShardLayout {
         ShardLayout::of(&self.compiled.program, &self.compiled.codes, self.policy.staleness)
     }
 
     /// The steps at which the run writes checkpoints.
-    pub fn cuts(&self, checkpoint_settings: &CheckpointSettings<'_>) -> Cuts {
-        Cuts { every: checkpoint_settings.every, period: period(&self.compiled.program), minibatches: self.steps }
+    pub fn cuts(&self, task: &Task<'_>) -> Cuts {
+        Cuts { every: task.checkpoint_interval(), period: period(&self.compiled.program), minibatches: self.steps }
     }
 
     /// The names of all parameters and states.
     pub fn names(&self) -> Vec<String> {
         let named = self.compiled.codes.iter().flat_map(|code| code.parameters.iter().chain(&code.states));
         named.map(|named| named.name.clone()).collect()
-    }
-
-    /// The loss function.
-    pub fn loss(&self) -> Loss {
-        self.loss
     }
 
     /// The schedule's name, and the micro-batches per minibatch.

@@ -2,12 +2,12 @@
 
 use crate::error::Error;
 use crate::launch::role::ProcessRequest;
-use crate::loss::Loss;
 use crate::model::ImportRequest;
 use crate::plan::optimizer::Optimizer;
 use crate::plan::request::ScheduleChoice;
 use crate::train::device_request::DeviceRequest;
 use crate::train::task::Length;
+use compiler::pass::loss::Loss;
 use compiler::plan::Plan;
 use compiler::plan::problem::InFlight;
 use compiler::plan::schedule::Schedule;
@@ -19,11 +19,9 @@ use runtime::optim::policy::{self, Policy};
 use std::path::{Path, PathBuf};
 
 /// A request to train a model.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct TrainRequest {
-    /// The model.
     pub model: PathBuf,
-    /// The import settings.
     pub import: ImportRequest,
     /// True to train a model that differs from the framework's training model, such as an inference export.
     pub accept_inference_model: bool,
@@ -41,7 +39,6 @@ pub struct TrainRequest {
     pub schedule: Option<ScheduleChoice>,
     /// In-flight micro-batches of each stage.
     pub in_flight: InFlight,
-    /// The training data.
     pub data: Option<DataInput>,
     /// Rows that are held out for evaluation.
     pub held_out: Option<HeldOutInput>,
@@ -57,7 +54,6 @@ pub struct TrainRequest {
     pub loss: Option<Loss>,
     /// The class axis; the last one if absent.
     pub class_dim: Option<i64>,
-    /// The optimizer.
     pub optimizer: OptimizerRequest,
     /// Precision, clipping, running statistics and stale weights.
     pub policy: PolicyRequest,
@@ -69,68 +65,31 @@ pub struct TrainRequest {
     pub save: Option<PathBuf>,
     /// The file for the gradients of the last minibatch.
     pub save_gradients: Option<PathBuf>,
-    /// Checkpoints.
     pub checkpoints: CheckpointRequest,
     /// The file for metrics, one JSON object per minibatch.
     pub metrics: Option<PathBuf>,
     /// The file for a trace.
     pub trace: Option<PathBuf>,
-    /// The devices.
     pub device: DeviceRequest,
     /// The seed of all random numbers.
     pub seed: u64,
-    /// The processes of the run.
     pub processes: ProcessRequest,
 }
 
 impl TrainRequest {
     /// A request with default settings: SGD, one epoch.
     pub fn new(model: impl AsRef<Path>, data: DataInput) -> TrainRequest {
-        TrainRequest {
-            model: model.as_ref().to_path_buf(),
-            import: ImportRequest::default(),
-            accept_inference_model: false,
-            plan: None,
-            workers: None,
-            replicas: None,
-            cut_after: None,
-            tensor_parallel: None,
-            schedule: None,
-            in_flight: InFlight::Auto,
-            data: Some(data),
-            held_out: None,
-            batch: None,
-            microbatches: None,
-            length: None,
-            shuffle: false,
-            loss: None,
-            class_dim: None,
-            optimizer: OptimizerRequest::default(),
-            policy: PolicyRequest::default(),
-            unbiased_variance: None,
-            weights: None,
-            save: None,
-            save_gradients: None,
-            checkpoints: CheckpointRequest::default(),
-            metrics: None,
-            trace: None,
-            device: DeviceRequest::default(),
-            seed: 0,
-            processes: ProcessRequest::default(),
-        }
+        TrainRequest { model: model.as_ref().to_path_buf(), data: Some(data), ..TrainRequest::default() }
     }
 }
 
 /// A plan in a file or in memory.
 #[derive(Clone, Debug)]
 pub enum PlanInput {
-    /// A file.
     File(PathBuf),
-    /// A plan in memory.
     Plan(Box<Plan>),
 }
 
-/// The training data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DataInput {
     /// A file of arrays named after the model's inputs.
@@ -148,12 +107,9 @@ pub enum HeldOutInput {
     File(PathBuf),
 }
 
-/// The optimizer of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OptimizerRequest {
-    /// Its name.
     pub optimizer: Optimizer,
-    /// Its update rule.
     pub rule: Rule,
     /// The learning-rate schedule.
     pub rate: Rate,
@@ -275,7 +231,6 @@ pub struct CheckpointRequest {
 }
 
 impl CheckpointRequest {
-    /// The checkpoint to resume from.
     pub fn resume(&self) -> Result<Option<Resume<'_>>, Error> {
         let Some(from) = &self.resume else { return Ok(None) };
         match (from.as_os_str() == "auto", &self.folder) {

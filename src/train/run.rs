@@ -1,7 +1,6 @@
 //! Trains a model: plans if no plan is given, prepares the run, trains, and writes the results.
 
-use crate::costs::PrecisionChoice;
-use crate::costs::{self, Costs, Times};
+use crate::costs::{self, Costs, PrecisionChoice, Times};
 use crate::error::Error;
 use crate::events::{Event, EventSink, Silent};
 use crate::files::overwrite::{self, Mark};
@@ -14,8 +13,6 @@ use crate::plan::custom_schedule::{self, CustomSchedule};
 use crate::plan::from_costs::solve;
 use crate::plan::read::read_checked;
 use crate::plan::request::{PlanOptions, ScheduleChoice};
-use crate::train::arrays;
-use crate::train::auto_device;
 use crate::train::checkpoints::{self, WEIGHTS};
 use crate::train::device_request::for_precision;
 use crate::train::initial_weights::load_weights;
@@ -23,12 +20,12 @@ use crate::train::metrics::{self, train_with_metrics};
 use crate::train::prepare::{self, RunResult};
 use crate::train::prepared::Prepared;
 use crate::train::request::{DataInput, HeldOutInput, PlanInput, TrainRequest};
-use crate::train::run_inputs;
 use crate::train::run_memory::{differences, exceeds_limit, exceeds_plan, unplanned_work};
 use crate::train::task::{CheckpointSettings, Data, HeldOut, Length, Task};
 use crate::train::tensor_parallel::degree;
+use crate::train::{arrays, auto_device, run_inputs};
 use compiler::export::metrics::Total;
-use compiler::export::stage_name::ranges;
+use compiler::export::stage_name::{by_replicas, ranges};
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::import::import::Batch;
@@ -181,12 +178,11 @@ fn train_once(
     if requested == Some(Schedule::Inference) {
         return Err(Error::input("`--schedule inference` does not train").with_help("omit it, or use `1f1b`"));
     }
-    let (steps, epochs) = match request.length {
-        Some(Length::Steps(steps)) => (Some(steps), None),
-        Some(Length::Epochs(epochs)) => (None, Some(epochs)),
-        None => (None, None),
+    let (steps, has_epochs) = match request.length {
+        Some(Length::Steps(steps)) => (Some(steps), false),
+        length => (None, length.is_some()),
     };
-    if custom.as_ref().is_some_and(|custom| custom.minibatches().is_some()) && epochs.is_some() {
+    if custom.as_ref().is_some_and(|custom| custom.minibatches().is_some()) && has_epochs {
         return Err(Error::input(
             "`--epochs` cannot be combined with programs, which have a fixed number of minibatches",
         ));
@@ -230,24 +226,20 @@ fn train_once(
     let precision = precision(request, &plan);
     let devices = for_precision(devices, precision, events);
     let mut task = Task {
+        request,
         loaded: &loaded,
         weights: &weights,
         plan: &plan,
         schedule,
         custom_schedule: custom.as_ref(),
-        in_flight: request.in_flight.clone(),
         loss,
         class_dim,
         dtype: precision.map(Precision::dtype),
         unbiased,
         policy: request.policy.build(unbiased),
-        uses_newest: request.policy.is_newest(),
         batch,
         microbatches,
-        length: match (steps, epochs) {
-            (Some(steps), _) => Length::Steps(steps),
-            (None, epochs) => Length::Epochs(epochs.unwrap_or(1)),
-        },
+        length: steps.map(Length::Steps).or(request.length).unwrap_or(Length::Epochs(1)),
         data,
         held_out: match &request.held_out {
             Some(HeldOutInput::File(path)) => {
@@ -257,22 +249,14 @@ fn train_once(
             None => HeldOut::Nothing,
         },
         order: if request.shuffle { RowOrder::Shuffled { seed: request.seed } } else { RowOrder::InOrder },
-        seed: request.seed,
         optimizer: &optimizer,
-        keep_gradients: request.save_gradients.is_some(),
-        checkpoints: folder,
-        checkpoint_settings: folder.map(|folder| CheckpointSettings {
-            folder,
-            every: request.checkpoints.every,
-            keep: request.checkpoints.keep,
-            on_saved: &on_saved,
-        }),
+        checkpoint_settings: folder.map(|folder| CheckpointSettings { folder, on_saved: &on_saved }),
         tensor: degree,
         devices: &devices,
         has_processes,
     };
     let mut prepared = prepare::prepare(&mut task)?;
-    let differences_from_plan = differences(&task, request);
+    let differences_from_plan = differences(&task);
     prepared.differs_from_plan = [&differences_from_plan[..], &unplanned_work(&task, prepared.order().0)].concat();
     let estimate = prepared.memory_estimate(&task);
     // The estimate is coarser than a plan for this kind of device.
@@ -297,7 +281,7 @@ fn train_once(
         && plan.workers() as usize <= cores;
     let memory_estimate = (!differences_from_plan.is_empty()).then_some(estimate);
     report_data(&task, &prepared, events);
-    report_policy(request, &task, &prepared, events);
+    report_policy(&task, &prepared, events);
     if let Some(folder) = folder {
         fs::create_dir_all(folder).map_err(|error| {
             Error::file("create the folder", folder, error)
@@ -312,8 +296,8 @@ fn train_once(
         Some(resume) => checkpoints::find_resume_state(resume, &task, &prepared, events)?,
         None => None,
     };
-    if let Some(checkpoint_settings) = &task.checkpoint_settings {
-        checkpoints::report_steps(checkpoint_settings, &prepared, events);
+    if task.checkpoint_settings.is_some() {
+        checkpoints::report_steps(&task, &prepared, events);
     }
     let metrics = request.metrics.as_deref().filter(|_| role.is_reporter());
     let run = |group| train_with_metrics(&task, &prepared, metrics, group, events);
@@ -433,12 +417,12 @@ fn load_trainable(
 }
 
 /// Notes about policy and tensor parallelism.
-fn report_policy(request: &TrainRequest, task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
-    if request.optimizer.learning_rate() == 0.0 {
+fn report_policy(task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
+    if task.request.optimizer.learning_rate() == 0.0 {
         events.warn("`--lr 0` updates no parameter: all losses are those of the initial weights");
     }
     prepared.sharing.iter().for_each(|sharing| events.note(&sharing.summary()));
-    if request.policy.clip_norm.is_some() && task.schedule.is_continuous() {
+    if task.policy.clip_norm.is_some() && task.schedule.is_continuous() {
         events.note(&format!(
             "{} has no flush: gradients are clipped per stage, and tied weights separately",
             task.schedule.name()
@@ -497,13 +481,8 @@ fn report_data(task: &Task<'_>, prepared: &Prepared, events: &dyn EventSink) {
         ));
     }
     if task.schedule.is_round_robin() {
-        let mut counts: Vec<u32> = task.plan.stages.iter().map(|stage| stage.replicas).filter(|r| *r > 1).collect();
-        counts.sort_unstable();
-        counts.dedup();
         let batch = quantity::count(prepared.batch);
-        for r in counts {
-            let ids: Vec<u32> =
-                task.plan.stages.iter().filter(|stage| stage.replicas == r).map(|stage| stage.id.0).collect();
+        for (r, ids) in by_replicas(task.plan).into_iter().filter(|(r, _)| *r > 1) {
             let subject = if ids.len() > 1 { "stages" } else { "stage" };
             let (verb, each) = if ids.len() > 1 { ("have", " each") } else { ("has", "") };
             let samples = quantity::count(prepared.batch.saturating_mul(r.into()));
@@ -556,7 +535,7 @@ fn plan_on_cpu(
     let counted = request.loss.map_or(CountedLoss::Default, |loss| CountedLoss::One(loss, request.class_dim));
     if let Some(loss) = request.loss {
         // Planning works without a loss, training does not.
-        attach(&mut loaded.with_samples(micro_batch)?, loss.to_compiler(), request.class_dim)
+        attach(&mut loaded.with_samples(micro_batch)?, loss, request.class_dim)
             .map_err(|error| Error::input("cannot train").because(&error).with_help(help::loss(&error)))?;
     }
     let costs =

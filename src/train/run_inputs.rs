@@ -32,16 +32,16 @@ pub fn inputs(task: &Task<'_>, prepared: &Prepared, placement: &WorkerPlacement)
     let state = |is_on: bool| if is_on { "on" } else { "off" }.to_string();
     let sharding = prepared.sharing.as_ref().map_or_else(String::new, |sharing| sharing.describe(job.codes));
     // With different settings, parts of a checkpoint would be missing.
-    let every = task.checkpoint_settings.as_ref().and_then(|checkpoint_settings| checkpoint_settings.every);
+    let every = task.checkpoint_interval();
     let mut inputs = vec![
         setting("version of pipec", env!("CARGO_PKG_VERSION").to_string()),
-        digest("the models", &text(hash(prepared.graph()))),
+        digest("the models", &text(hash(&prepared.compiled.graph))),
         digest("the plans or schedules", &text(format!("{}{}", job.program, stages(task.plan)))),
         digest("the tensor-parallel degrees or shardings", &text(sharding)),
         setting("steps", prepared.steps.to_string()),
         setting("schedule", schedule.to_string()),
         setting("micro-batches", microbatches.to_string()),
-        setting("`--save-gradients`", state(task.keep_gradients)),
+        setting("`--save-gradients`", state(job.keep_gradients)),
         setting("checkpoints", state(task.checkpoint_settings.is_some())),
         setting("`--checkpoint-every`", every.map_or(String::new(), |every| every.to_string())),
         setting("minibatches in the checkpoint", prepared.first_step().to_string()),

@@ -2,7 +2,6 @@
 
 use crate::loss::CountedLoss;
 use crate::train::metrics::device_bytes;
-use crate::train::request::TrainRequest;
 use crate::train::task::Task;
 use crate::train::tensor_parallel::degree;
 use compiler::cluster::device::CPU;
@@ -16,8 +15,8 @@ use std::collections::BTreeSet;
 const EXCESS_DIVISOR: u64 = 100;
 
 /// Settings that differ from the plan, so that the memory differs too.
-pub fn differences(task: &Task<'_>, request: &TrainRequest) -> Vec<&'static str> {
-    let plan = task.plan;
+pub fn differences(task: &Task<'_>) -> Vec<&'static str> {
+    let (request, plan) = (task.request, task.plan);
     let counted = task.loss.map_or(CountedLoss::None, |loss| CountedLoss::One(loss, task.class_dim));
     let (batch, microbatches) =
         (plan.schedule.micro_batch.saturating_mul(u64::from(task.microbatches)), task.microbatches);
@@ -26,7 +25,7 @@ pub fn differences(task: &Task<'_>, request: &TrainRequest) -> Vec<&'static str>
         ("precision", task.dtype.is_some_and(|dtype| dtype.name() != plan.dtype)),
         ("schedule", task.schedule != plan.schedule.kind || task.custom_schedule.is_some()),
         ("tensor-parallel degree", task.tensor != degree(plan)),
-        ("in-flight limit", task.in_flight != InFlight::Auto),
+        ("in-flight limit", request.in_flight != InFlight::Auto),
         ("batch", (task.batch, microbatches) != (batch, plan.schedule.microbatches)),
         ("optimizer", is_other_optimizer),
         ("frozen parameters", {
@@ -40,12 +39,10 @@ pub fn differences(task: &Task<'_>, request: &TrainRequest) -> Vec<&'static str>
 
 /// What the run does and the plan's times leave out.
 pub fn unplanned_work(task: &Task<'_>, schedule: &str) -> Vec<&'static str> {
-    let writes_checkpoints =
-        task.checkpoint_settings.as_ref().is_some_and(|checkpoint_settings| checkpoint_settings.every.is_some());
     let is_planned = task.schedule == task.plan.schedule.kind && task.custom_schedule.is_none();
     let kinds_of_work = [
         ("gradient clipping", task.policy.clip_norm.is_some()),
-        ("regular checkpoints", writes_checkpoints),
+        ("regular checkpoints", task.checkpoint_interval().is_some()),
         ("device type", task.plan.cluster.device.is_cpu() == task.is_on_gpus()),
         // Threads share memory, processes send messages.
         ("several processes", task.has_processes && task.plan.workers_of_one_host().is_some()),

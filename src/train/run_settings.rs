@@ -25,7 +25,6 @@ pub const FROZEN: &str = "frozen parameters";
 /// The element type of the run.
 pub const PRECISION: &str = "precision";
 
-/// One setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunSetting {
     /// Its text in checkpoints.
@@ -53,7 +52,7 @@ pub fn run_settings(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, Ru
         RowOrder::InOrder => "in order",
         RowOrder::Shuffled { .. } => "shuffled",
     };
-    let (loss, unbiased) = (prepared.loss(), task.unbiased);
+    let (loss, unbiased) = (prepared.loss, task.unbiased);
     let counted = CountedLoss::One(loss, task.class_dim).to_text().unwrap_or_default();
     let scale = format!("{} at first, doubled after {every} good steps", number_text(initial));
     let settings = [
@@ -64,7 +63,7 @@ pub fn run_settings(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, Ru
         (DATA, RunSetting::new(prepared.data_digest().iter().map(|byte| format!("{byte:02x}")).collect::<String>())),
         ("batch", RunSetting::new(prepared.batch)),
         ("data order", RunSetting::new(order)),
-        ("seed", RunSetting::new(task.seed)),
+        ("seed", RunSetting::new(task.request.seed)),
         ("loss", RunSetting { text: counted, old_text: format!("{loss:?}, axis of classes {:?}", task.class_dim) }),
         (PRECISION, RunSetting::new(task.dtype.map_or("the model's", |dtype| dtype.name()))),
         ("gradient clipping", RunSetting::new(clip_norm.map_or("none".to_string(), |norm| norm.to_string()))),

@@ -1,10 +1,10 @@
 //! A training task: what is trained, on which data, and how.
 
-use crate::loss::Loss;
 use crate::model::LoadedModel;
 use crate::plan::custom_schedule::CustomSchedule;
+use crate::train::request::TrainRequest;
+use compiler::pass::loss::Loss;
 use compiler::plan::Plan;
-use compiler::plan::problem::InFlight;
 use compiler::plan::schedule::Schedule;
 use compiler::tensor::{DType, Tensor};
 use runtime::checkpoint::writer::Saved;
@@ -35,7 +35,6 @@ pub enum Data {
 
 /// Held-out rows.
 pub enum HeldOut {
-    /// None.
     Nothing,
     /// The last rows of the data: this fraction.
     Share(f64),
@@ -43,21 +42,16 @@ pub enum HeldOut {
     Arrays(BTreeMap<String, Tensor>),
 }
 
-/// A training task.
 pub struct Task<'a> {
-    /// The model.
+    /// The request, for the settings that neither the plan nor the model decides.
+    pub request: &'a TrainRequest,
     pub loaded: &'a LoadedModel,
     /// Its initial weights.
     pub weights: &'a BTreeMap<String, Tensor>,
-    /// The plan.
     pub plan: &'a Plan,
-    /// The schedule.
     pub schedule: Schedule,
     /// The custom schedule, if it is in a file.
     pub custom_schedule: Option<&'a CustomSchedule>,
-    /// In-flight limits, if not the plan's.
-    pub in_flight: InFlight,
-    /// The loss function.
     pub loss: Option<Loss>,
     /// The class axis.
     pub class_dim: Option<i64>,
@@ -67,31 +61,19 @@ pub struct Task<'a> {
     pub unbiased: bool,
     /// Clipping, running statistics, loss scaling and weight staleness.
     pub policy: Policy,
-    /// True if each forward and backward uses the newest weights instead of stashed ones.
-    pub uses_newest: bool,
     /// Samples per minibatch.
     pub batch: u64,
     /// Micro-batches per minibatch.
     pub microbatches: u32,
     /// The length of the run.
     pub length: Length,
-    /// The data.
     pub data: Data,
     /// Held-out rows for the evaluation at the end.
     pub held_out: HeldOut,
-    /// The order of rows.
     pub order: RowOrder,
-    /// The seed of dropout masks.
-    pub seed: u64,
-    /// The optimizer.
     pub optimizer: &'a Optimizer,
-    /// True to return the gradients of the last minibatch.
-    pub keep_gradients: bool,
-    /// The folder for the checkpoints that a program writes, if any.
-    pub checkpoints: Option<&'a Path>,
     /// Settings of resumable checkpoints, if any.
     pub checkpoint_settings: Option<CheckpointSettings<'a>>,
-    /// The tensor-parallel degree.
     pub tensor: usize,
     /// The devices of the workers, in turn.
     pub devices: &'a [Arc<dyn Device>],
@@ -100,6 +82,11 @@ pub struct Task<'a> {
 }
 
 impl Task<'_> {
+    /// Number of minibatches between the checkpoints of the run, if it writes others than the one at the end.
+    pub fn checkpoint_interval(&self) -> Option<u32> {
+        self.checkpoint_settings.as_ref().and(self.request.checkpoints.every)
+    }
+
     /// True if all workers are on GPUs.
     pub fn is_on_gpus(&self) -> bool {
         self.devices.iter().all(|device| device.is_asynchronous())
@@ -108,12 +95,7 @@ impl Task<'_> {
 
 /// Settings of the checkpoints that a run writes.
 pub struct CheckpointSettings<'a> {
-    /// The folder.
     pub folder: &'a Path,
-    /// Number of minibatches between checkpoints, besides the one at the end; only that one if absent.
-    pub every: Option<u32>,
-    /// Number of checkpoints to keep; all if absent.
-    pub keep: Option<u32>,
     /// Called for each checkpoint that was written or failed.
     pub on_saved: &'a dyn Fn(&Saved),
 }

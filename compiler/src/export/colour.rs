@@ -29,9 +29,6 @@ pub const COLOURS: [(&str, &str, &str); 21] = [
     ("bad", "#b3400a", "#f08a4b"),
 ];
 
-/// Variables for the colours of data series, in order of use.
-pub const SERIES: [&str; 7] = ["forward", "activation", "backward", "purple", "step", "all-reduce", "grey"];
-
 /// Style sheet of all pictures, with variables.
 pub const PICTURE: &str = "\
 text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif;fill:var(--ink)}\
@@ -95,6 +92,5 @@ mod tests {
     #[test]
     fn no_variable_is_left_in_a_file_for_a_paper() {
         assert!(!light(PICTURE).contains("var("), "{}", light(PICTURE));
-        assert!(SERIES.iter().all(|name| COLOURS.iter().any(|(known, ..)| known == name)));
     }
 }

@@ -8,7 +8,7 @@
 //! `pipec train --metrics FILE` writes it. [`crate::export::report::measured`] reads it and accepts more than this
 //! format, since other tools may write such files.
 
-use crate::export::report::{MeasuredOrder, MeasuredPlace};
+use crate::export::report::{MeasuredOrder, MeasuredPlan};
 use schemars::JsonSchema;
 use serde::Serialize;
 
@@ -69,7 +69,7 @@ pub struct Total {
     /// Times and memory of each stage.
     pub stages: Vec<StageTotal>,
     /// The plan of the run.
-    pub plan: PlanTotal,
+    pub plan: MeasuredPlan,
     /// Schedule and batch sizes.
     pub order: MeasuredOrder,
     /// Settings and work of the run that differ from the plan's, so that its predictions may not apply.
@@ -96,16 +96,6 @@ pub struct StageTotal {
     pub peak_memory_bytes: u64,
     /// Peak additional bytes of a replica for checkpoints being written.
     pub checkpoint_bytes: u64,
-}
-
-/// Identifies the plan of a run.
-#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct PlanTotal {
-    /// Hash of the model's graph, as the plan's `model.graph_hash`.
-    pub graph: String,
-    /// Its stages, in order.
-    pub stages: Vec<MeasuredPlace>,
 }
 
 /// Validation results on held-out rows.

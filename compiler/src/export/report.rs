@@ -20,6 +20,7 @@ pub mod play;
 pub mod provenance;
 pub mod what_if;
 
+use crate::export::sweep::Figures;
 use crate::plan::Plan;
 use crate::profile::cost_graph::CostGraph;
 use crate::schedule::Program;
@@ -85,15 +86,7 @@ pub struct WhatIf {
     pub micro_batch: u64,
     pub microbatches: u32,
     /// The plan, or the reason why there is none.
-    pub answer: Result<Answer, String>,
-}
-
-/// A summary of a plan.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Answer {
-    pub replicas: Vec<u32>,
-    pub throughput_per_s: f64,
-    pub peak_bytes: u64,
+    pub answer: Result<Figures, String>,
 }
 
 /// Measurements of one stage in a training run, for its slowest replica.
@@ -104,7 +97,6 @@ pub struct MeasuredStage {
     pub fwd_us: f64,
     /// Microseconds of the backward pass of one micro-batch.
     pub bwd_us: f64,
-    /// Peak memory.
     pub peak_memory_bytes: u64,
 }
 
@@ -129,9 +121,12 @@ pub struct Measured {
 }
 
 /// Identifies the plan of a run.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(rename = "PlanTotal", deny_unknown_fields)]
 pub struct MeasuredPlan {
+    /// Hash of the model's graph, as the plan's `model.graph_hash`.
     pub graph: String,
+    /// Its stages, in order.
     pub stages: Vec<MeasuredPlace>,
 }
 

@@ -1,7 +1,8 @@
 //! Short descriptions of a stage: layers, replicas, devices.
 
-use crate::plan::{RecomputedOps, Stage};
+use crate::plan::{Plan, RecomputedOps, Stage};
 use crate::text::name::short_name;
+use std::collections::BTreeMap;
 
 /// Default maximum length of a layer description, in characters.
 pub const LAYERS: usize = 44;
@@ -103,6 +104,13 @@ fn cut(name: &str, max_chars: usize) -> String {
         length if length <= max_chars => name,
         length => format!("…{}", name.chars().skip(length + 1 - max_chars).collect::<String>()),
     }
+}
+
+/// The numbers of the stages with as many replicas.
+pub fn by_replicas(plan: &Plan) -> BTreeMap<u32, Vec<u32>> {
+    let mut stages: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    plan.stages.iter().for_each(|stage| stages.entry(stage.replicas).or_default().push(stage.id.0));
+    stages
 }
 
 /// Merges consecutive device numbers: `0-3, 8`.

@@ -3,6 +3,7 @@
 //! Numbers have at most two decimals, so that pictures are byte-identical on all machines. All text is escaped here and
 //! nowhere else.
 
+use crate::export::axis::Axis;
 use crate::export::colour::{PICTURE, light};
 use crate::export::escape::escape;
 use std::fmt::Write;
@@ -88,6 +89,26 @@ impl Svg {
         let (x, y, text) = (number(x), number(y), escape(text));
         let class = if class.is_empty() { String::new() } else { format!(" class=\"{class}\"") };
         let _ = write!(self.body, "<text{class}{anchor} x=\"{x}\" y=\"{y}\">{text}</text>");
+    }
+
+    /// A line and a label at every tick of a horizontal axis, whose values `x` places; a label stays within the picture.
+    pub fn vertical_grid(&mut self, axis: &Axis, x: &dyn Fn(f64) -> f64, [top, bottom]: [f64; 2]) {
+        for (value, label) in &axis.ticks {
+            let x = x(*value);
+            self.line("grid", [x, top], [x, bottom]);
+            let is_cut = x + width(label, 11.0) / 2.0 > self.width;
+            let (anchor, label_x) = if is_cut { (Anchor::End, self.width) } else { (Anchor::Middle, x) };
+            self.text("quiet small figure", anchor, [label_x, bottom + 17.0], label);
+        }
+    }
+
+    /// The class and the name of each kind of shape, in a row at the top from `x` on.
+    pub fn legend<'a>(&mut self, mut x: f64, kinds: impl IntoIterator<Item = (impl AsRef<str>, &'a str)>) {
+        for (class, name) in kinds {
+            self.rounded_rect(class.as_ref(), [x, 4.0, 12.0, 12.0], 2.0);
+            self.text("quiet small", Anchor::Start, [x + 18.0, 14.0], name);
+            x += 18.0 + width(name, 11.0) + 20.0;
+        }
     }
 
     fn close(&mut self, tag: &str, hint: Option<&str>) {

@@ -11,7 +11,8 @@ use crate::plan::device_memory::fullest;
 use crate::plan::problem::CostModel;
 use crate::plan::schedule::Schedule;
 use crate::plan::{Plan, Stage};
-use crate::text::quantity::{self, plural};
+use crate::text::quantity::plural;
+use serde::Serialize;
 use std::collections::BTreeSet;
 
 /// The request and result of one plan.
@@ -48,15 +49,18 @@ impl CurveKey {
     }
 }
 
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Figures {
     pub replicas: Vec<u32>,
     /// Tensor-parallel degree.
+    #[serde(rename = "tensor_degree")]
     pub degree: u32,
     pub throughput_per_s: f64,
     /// Samples per second of a single device, regardless of its memory limit.
+    #[serde(skip)]
     pub single_per_s: f64,
     pub peak_bytes: u64,
+    #[serde(skip)]
     pub limit_bytes: Option<u64>,
     /// Fraction of a step during which the busiest stage is idle because of pipeline fill and drain.
     pub bubble: f64,
@@ -172,24 +176,16 @@ impl Sweep {
     /// Appends the parameters that distinguish a curve from the others.
     fn curve_name(&self, name: String, line: &CurveKey) -> String {
         let differs =
-            |of: &dyn Fn(&Point) -> CurveKey| self.points.iter().any(|point| of(point) != of(&self.points[0]));
-        let mut name = name;
-        if line.schedule.is_some()
-            && differs(&|point| CurveKey { schedule: CurveKey::of(point).schedule, ..CurveKey::default() })
-        {
-            name += &format!(", {}", line.schedule.unwrap_or_default());
-        }
-        if let Some(count) = line.microbatches
-            && differs(&|point| CurveKey { microbatches: Some(point.microbatches), ..CurveKey::default() })
-        {
-            name += &format!(", {}", quantity::plural(u64::from(count), "micro-batch", "micro-batches"));
-        }
-        if let Some(samples) = line.micro_batch
-            && differs(&|point| CurveKey { micro_batch: Some(point.micro_batch), ..CurveKey::default() })
-        {
-            name += &format!(", {}", quantity::plural(samples, "sample", "samples"));
-        }
-        name
+            |is_same: &dyn Fn(&Point, &Point) -> bool| self.points.iter().any(|point| !is_same(point, &self.points[0]));
+        let schedule = line.schedule.filter(|_| differs(&|one, other| one.schedule.name() == other.schedule.name()));
+        let count = line.microbatches.filter(|_| differs(&|one, other| one.microbatches == other.microbatches));
+        let samples = line.micro_batch.filter(|_| differs(&|one, other| one.micro_batch == other.micro_batch));
+        let parameters = [
+            schedule.map(str::to_string),
+            count.map(|count| plural(count.into(), "micro-batch", "micro-batches")),
+            samples.map(|samples| plural(samples, "sample", "samples")),
+        ];
+        parameters.into_iter().flatten().fold(name, |name, parameter| format!("{name}, {parameter}"))
     }
 
     /// One curve over devices for each combination of parameters.

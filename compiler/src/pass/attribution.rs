@@ -36,7 +36,6 @@ pub enum Training {
 }
 
 #[derive(Debug, Error)]
-#[allow(missing_docs)]
 pub enum AttributionError {
     #[error("the model has no op that depends on an input or a parameter")]
     Empty,

@@ -19,7 +19,6 @@ const LARGE_CONSTANT: u64 = 4096;
 
 /// A profile that does not belong to the model.
 #[derive(Clone, Debug, Error, PartialEq)]
-#[allow(missing_docs)]
 pub enum FillError {
     #[error("the profile is for another model, `{model}`: it has {profiled} ops, this one has {ops}")]
     Count { profiled: usize, model: String, ops: usize },

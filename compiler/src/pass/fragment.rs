@@ -82,7 +82,6 @@ pub struct Fragment {
 
 /// A placement that cannot be cut.
 #[derive(Debug, Error, PartialEq, Eq)]
-#[allow(missing_docs)]
 pub enum FragmentError {
     #[error("op `{node}` is in no stage")]
     Unplaced { node: String },

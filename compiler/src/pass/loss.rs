@@ -24,8 +24,21 @@ pub enum Loss {
     Output,
 }
 
+impl Loss {
+    /// Every loss with its name, in their order.
+    pub const NAMES: [(Loss, &str); 4] =
+        [(Loss::CrossEntropy, "cross-entropy"), (Loss::Mse, "mse"), (Loss::Bce, "bce"), (Loss::Output, "output")];
+
+    pub fn name(self) -> &'static str {
+        Loss::NAMES[self as usize].1
+    }
+
+    pub fn from_name(name: &str) -> Option<Loss> {
+        Loss::NAMES.into_iter().find(|(_, known)| *known == name).map(|(loss, _)| loss)
+    }
+}
+
 #[derive(Debug, Error, PartialEq)]
-#[allow(missing_docs)]
 pub enum LossError {
     #[error("the model has no output for a loss")]
     NoOutput,

@@ -31,6 +31,18 @@ pub enum CostModel {
     Hybrid,
 }
 
+impl CostModel {
+    pub fn name(self) -> &'static str {
+        match self {
+            CostModel::Paper => "paper",
+            CostModel::Pipedream => "pipedream",
+            CostModel::Pipec => "pipec",
+            CostModel::Load => "load",
+            CostModel::Hybrid => "hybrid",
+        }
+    }
+}
+
 /// Bandwidth used to express the costs of `load` as bytes in plans: 1 GB/s, so that one microsecond is 1000 bytes.
 pub const NOMINAL: BytesPerSecond = BytesPerSecond(1e9);
 

@@ -1,30 +1,26 @@
 //! The loss flags.
 
-use clap::{Args, ValueEnum};
-use pipec::loss::{CountedLoss, Loss};
+use crate::cli::args::named;
+use clap::Args;
+use clap::builder::TypedValueParser;
+use compiler::pass::loss::Loss;
+use pipec::loss::CountedLoss;
 
-/// Loss function.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum LossName {
-    /// Mean cross-entropy of logits against class indices; labels of -100 are ignored
-    CrossEntropy,
-    /// Mean squared error
-    Mse,
-    /// Mean binary cross-entropy of logits against targets from 0 to 1
-    Bce,
-    /// The model's own loss: the scalar output named `loss`, else its first output if that is a scalar, else its only scalar output
-    Output,
-}
+/// What [`Loss::Output`] is.
+const OUTPUT: &str = "The model's own loss: the scalar output named `loss`, else its first output if that is a scalar, else its only scalar output";
 
-impl From<LossName> for Loss {
-    fn from(name: LossName) -> Loss {
-        match name {
-            LossName::CrossEntropy => Loss::CrossEntropy,
-            LossName::Mse => Loss::Mse,
-            LossName::Bce => Loss::Bce,
-            LossName::Output => Loss::Output,
-        }
-    }
+/// A parser of the names of losses.
+pub fn losses() -> impl TypedValueParser<Value = Loss> {
+    named(&[
+        (
+            "cross-entropy",
+            "Mean cross-entropy of logits against class indices; labels of -100 are ignored",
+            Loss::CrossEntropy,
+        ),
+        ("mse", "Mean squared error", Loss::Mse),
+        ("bce", "Mean binary cross-entropy of logits against targets from 0 to 1", Loss::Bce),
+        ("output", OUTPUT, Loss::Output),
+    ])
 }
 
 /// Loss flags of the planner.

@@ -1,6 +1,8 @@
 //! Optimizers by name, and the optimizer flags of `pipec train`.
 
-use clap::{Args, ValueEnum};
+use crate::cli::args::named;
+use clap::Args;
+use clap::builder::TypedValueParser;
 use pipec::error::Error;
 use pipec::plan::optimizer::Optimizer;
 use pipec::train::request::OptimizerRequest;
@@ -15,8 +17,8 @@ const USUAL_BETAS: [f64; 2] = [0.9, 0.999];
 #[command(next_help_heading = "Optimizer")]
 pub struct OptimizerArguments {
     /// Optimizer
-    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd")]
-    pub optimizer: OptimizerName,
+    #[arg(long, value_parser = optimizers(), value_name = "NAME", default_value = "sgd")]
+    pub optimizer: Optimizer,
     /// Learning rate [default: 0.01 for sgd, rmsprop and adagrad, 0.001 for adam and adamw]
     #[arg(long, value_name = "X", value_parser = positive)]
     pub lr: Option<f64>,
@@ -47,44 +49,24 @@ pub struct OptimizerArguments {
     pub eps: Option<f64>,
 }
 
-/// An optimizer
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum OptimizerName {
-    /// Stochastic gradient descent
-    Sgd,
-    /// With momentum
-    SgdMomentum,
-    /// Adam
-    Adam,
-    /// Adam with decoupled weight decay
-    Adamw,
-    /// RMSProp
-    Rmsprop,
-    /// With momentum
-    RmspropMomentum,
-    /// Adagrad
-    Adagrad,
-}
-
-impl From<OptimizerName> for Optimizer {
-    fn from(name: OptimizerName) -> Optimizer {
-        match name {
-            OptimizerName::Sgd => Optimizer::Sgd,
-            OptimizerName::SgdMomentum => Optimizer::SgdMomentum,
-            OptimizerName::Adam => Optimizer::Adam,
-            OptimizerName::Adamw => Optimizer::Adamw,
-            OptimizerName::Rmsprop => Optimizer::Rmsprop,
-            OptimizerName::RmspropMomentum => Optimizer::RmspropMomentum,
-            OptimizerName::Adagrad => Optimizer::Adagrad,
-        }
-    }
+/// A parser of the names of optimizers.
+pub fn optimizers() -> impl TypedValueParser<Value = Optimizer> {
+    named(&[
+        ("sgd", "Stochastic gradient descent", Optimizer::Sgd),
+        ("sgd-momentum", "With momentum", Optimizer::SgdMomentum),
+        ("adam", "Adam", Optimizer::Adam),
+        ("adamw", "Adam with decoupled weight decay", Optimizer::Adamw),
+        ("rmsprop", "RMSProp", Optimizer::Rmsprop),
+        ("rmsprop-momentum", "With momentum", Optimizer::RmspropMomentum),
+        ("adagrad", "Adagrad", Optimizer::Adagrad),
+    ])
 }
 
 impl OptimizerArguments {
     /// The requested optimizer.
     pub fn request(&self) -> Result<OptimizerRequest, Error> {
         let refuse = |message: &str| Err(Error::input(message));
-        let optimizer = Optimizer::from(self.optimizer).with_momentum(self.momentum)?;
+        let optimizer = self.optimizer.with_momentum(self.momentum)?;
         let is_sgd = matches!(optimizer, Optimizer::Sgd | Optimizer::SgdMomentum);
         if !is_sgd && self.nesterov {
             return refuse("`--nesterov` requires `--optimizer sgd`");
@@ -105,7 +87,7 @@ impl OptimizerArguments {
     }
 
     fn rule(&self) -> Result<Rule, Error> {
-        let name = Optimizer::from(self.optimizer);
+        let name = self.optimizer;
         let &[beta1, beta2] = &self.betas[..] else {
             return Err(Error::input("`--betas` takes two numbers, for example 0.9,0.999"));
         };

@@ -2,39 +2,25 @@
 
 use crate::cli::args::loss::LossArguments;
 use crate::cli::args::plan::PlanArguments;
-use crate::cli::args::{Devices, Dims};
-use clap::{Args, ValueEnum};
+use crate::cli::args::{Devices, Dims, named};
+use clap::Args;
 use pipec::costs::{CostInput, ModelFormat};
 use pipec::error::Error;
 use pipec::plan::request::PlanRequest;
 use std::path::PathBuf;
 
-/// A file format
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Format {
-    /// An ONNX model
-    Onnx,
-    /// A model written by torch.export.save
-    Pt2,
-    /// A PipeDream profile, graph.txt
-    Pipedream,
-    /// A device-placement instance: JSON of Microsoft's dnn-partitioning
-    DnnPartitioning,
-    /// An instance of layers with several configurations: JSON of Microsoft's Piper
-    Piper,
-}
-
-impl From<Format> for ModelFormat {
-    fn from(format: Format) -> ModelFormat {
-        match format {
-            Format::Onnx => ModelFormat::Onnx,
-            Format::Pt2 => ModelFormat::Pt2,
-            Format::Pipedream => ModelFormat::Pipedream,
-            Format::DnnPartitioning => ModelFormat::DnnPartitioning,
-            Format::Piper => ModelFormat::Piper,
-        }
-    }
-}
+/// The file formats.
+const FORMATS: &[(&str, &str, ModelFormat)] = &[
+    ("onnx", "An ONNX model", ModelFormat::Onnx),
+    ("pt2", "A model written by torch.export.save", ModelFormat::Pt2),
+    ("pipedream", "A PipeDream profile, graph.txt", ModelFormat::Pipedream),
+    (
+        "dnn-partitioning",
+        "A device-placement instance: JSON of Microsoft's dnn-partitioning",
+        ModelFormat::DnnPartitioning,
+    ),
+    ("piper", "An instance of layers with several configurations: JSON of Microsoft's Piper", ModelFormat::Piper),
+];
 
 /// Arguments of `pipec partition`.
 #[derive(Clone, Debug, Args)]
@@ -46,22 +32,18 @@ pub struct Arguments {
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
     /// Format of FILE [default: from its name, pipedream for .txt, otherwise a model; required for instances]
-    #[arg(long, value_enum, value_name = "FORMAT", help_heading = "Model")]
-    pub from: Option<Format>,
+    #[arg(long, value_parser = named(FORMATS), value_name = "FORMAT", help_heading = "Model")]
+    pub from: Option<ModelFormat>,
     /// Costs: a file of `pipec profile`, or analytic[:KIND] for the roofline of a device type [default: analytic]
     #[arg(long, value_name = "FILE|analytic[:KIND]", help_heading = "Model")]
-    pub profile: Option<String>,
+    pub profile: Option<CostInput>,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub devices: Devices,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub dims: Dims,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub loss: LossArguments,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub plan_options: PlanArguments,
     /// Global batch: samples per update of the weights; micro-batches, tensor parallelism, ZeRO and schedule become part of the search
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32), help_heading = "Schedule")]
@@ -83,7 +65,7 @@ pub struct Arguments {
 impl Arguments {
     /// The request; `protected_output` is the file that gets the plan if the user named none.
     pub fn request(&self, protected_output: Option<PathBuf>) -> Result<PlanRequest, Error> {
-        if self.from == Some(Format::Pipedream)
+        if self.from == Some(ModelFormat::Pipedream)
             || self.from.is_none() && self.file.extension().is_some_and(|e| e == "txt")
         {
             let flags = [("--profile", self.profile.is_some()), ("--loss", self.loss.loss.is_some())];
@@ -95,8 +77,8 @@ impl Arguments {
         }
         Ok(PlanRequest {
             model: self.file.clone(),
-            format: self.from.map(ModelFormat::from),
-            costs: self.profile.as_deref().map(CostInput::from).unwrap_or_default(),
+            format: self.from,
+            costs: self.profile.clone().unwrap_or_default(),
             cluster: self.devices.request()?,
             import: self.dims.import.clone().into(),
             micro_batch: self.dims.micro_batch,

@@ -1,7 +1,7 @@
 //! The planning flags.
 
-use crate::cli::args::optimizer::{self, OptimizerName};
-use crate::cli::args::schedule;
+use crate::cli::args::optimizer::{self, optimizers};
+use crate::cli::args::{memory, schedule};
 use clap::Args;
 use compiler::cluster::unit;
 use compiler::partition::partitioners::Partitioner;
@@ -11,6 +11,7 @@ use compiler::plan::zero::{LEVELS, MOST, Zero};
 use compiler::profile::precision::Precision;
 use pipec::costs::PrecisionChoice;
 use pipec::error::Error;
+use pipec::plan::optimizer::Optimizer;
 use pipec::plan::request::{BucketSize, PlanOptions, ScheduleChoice};
 use pipec::plan::tensor_parallel::TensorParallel;
 use pipec::plan::zero::ZeroStage;
@@ -81,8 +82,8 @@ pub struct PlanArguments {
     #[arg(long, conflicts_with = "recompute", help_heading = "Costs and memory")]
     pub no_recompute: bool,
     /// Optimizer, for its memory and step time
-    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd", help_heading = "Costs and memory")]
-    pub optimizer: OptimizerName,
+    #[arg(long, value_parser = optimizers(), value_name = "NAME", default_value = "sgd", help_heading = "Costs and memory")]
+    pub optimizer: Optimizer,
     /// sgd, rmsprop: momentum used in training; a non-zero value adds one optimizer-state value per weight
     #[arg(long, value_name = "X", value_parser = optimizer::positive, help_heading = "Costs and memory")]
     pub momentum: Option<f64>,
@@ -116,9 +117,7 @@ impl PlanArguments {
     /// The options of the request.
     pub fn options(&self) -> Result<PlanOptions, Error> {
         let arguments = self.clone();
-        let memory = arguments.memory.as_deref().map(unit::bytes).transpose().map_err(|error| {
-            Error::input("cannot read `--memory`").because(error).with_help("`--memory 16GB` per device")
-        })?;
+        let memory_limit = memory(arguments.memory.as_deref())?;
         let bucket = match arguments.bucket.as_str() {
             "auto" => BucketSize::Auto,
             text => BucketSize::Bytes(
@@ -128,7 +127,7 @@ impl PlanArguments {
         Ok(PlanOptions {
             cost: cost(&arguments.cost),
             activation_compression: arguments.activation_compression,
-            memory_limit: memory,
+            memory_limit,
             microbatches: arguments.microbatches,
             schedule: arguments.schedule,
             chunks: arguments.chunks,
@@ -149,7 +148,7 @@ impl PlanArguments {
                 true => Recomputation::Never,
                 false => Recomputation::from_name(&arguments.recompute).unwrap_or_default(),
             },
-            optimizer: arguments.optimizer.into(),
+            optimizer: arguments.optimizer,
             momentum: arguments.momentum,
             precision: arguments.precision.map_or(PrecisionChoice::Usual, PrecisionChoice::Given),
             budget: arguments.budget,

@@ -1,10 +1,11 @@
 //! The precision, clipping, running-statistics and weight-staleness flags of `pipec train`.
 
+use crate::cli::args::named;
 use crate::cli::args::plan::precision;
-use clap::{Args, ValueEnum};
+use clap::{ArgAction, Args};
 use compiler::profile::precision::Precision;
 use pipec::error::Error;
-use pipec::train::request::{self, PolicyRequest};
+use pipec::train::request::{PolicyRequest, Staleness};
 
 /// Precision, clipping, running-statistics and weight-staleness flags.
 #[derive(Clone, Debug, Args)]
@@ -17,57 +18,46 @@ pub struct PolicyArguments {
     #[arg(long, value_name = "X", value_parser = norm)]
     clip_norm: Option<f64>,
     /// Update running statistics per micro-batch (batch), or once per minibatch with its statistics (deferred)
-    #[arg(long, value_enum, value_name = "RULE", default_value = "batch")]
-    bn: Bn,
+    #[arg(long, value_parser = named(STATISTICS), action = ArgAction::Set, value_name = "RULE", default_value = "batch")]
+    bn: bool,
     /// Handling of weights that change while a minibatch is in flight [default: the schedule's]
-    #[arg(long, value_enum, value_name = "NAME")]
+    #[arg(long, value_parser = named(STALENESS), value_name = "NAME")]
     staleness: Option<Staleness>,
     /// pipemare: minibatches until the full learning rate is reached [default: a quarter of all]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     anneal: Option<u32>,
 }
 
-/// Update rule of running statistics.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Bn {
-    /// Per micro-batch, with its statistics
-    Batch,
-    /// Once per minibatch, with its statistics
-    Deferred,
-}
+/// Update rules of running statistics; true if they are deferred.
+const STATISTICS: &[(&str, &str, bool)] = &[
+    ("batch", "Per micro-batch, with its statistics", false),
+    ("deferred", "Once per minibatch, with its statistics", true),
+];
+
+const PIPEMARE: &str = "One weight version: learning rates are scaled by delay at first, and backwards use approximations of the forward's weights";
 
 /// Handling of stale weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Staleness {
-    /// Weight stashing: a minibatch's backward uses the weight version of its forward
-    Stash,
-    /// Weight stashing, and all stages use the same weight version for a minibatch
-    VerticalSync,
-    /// One weight version: forwards use weights predicted for the time of the update
-    Predict,
-    /// One weight version: learning rates are scaled by delay at first, and backwards use approximations of the forward's weights
-    Pipemare,
-    /// One weight version: forward and backward each use the newest weights
-    None,
-}
+#[rustfmt::skip]
+const STALENESS: &[(&str, &str, Staleness)] = &[
+    ("stash", "Weight stashing: a minibatch's backward uses the weight version of its forward", Staleness::Stash),
+    ("vertical-sync", "Weight stashing, and all stages use the same weight version for a minibatch", Staleness::VerticalSync),
+    ("predict", "One weight version: forwards use weights predicted for the time of the update", Staleness::Predict),
+    ("pipemare", PIPEMARE, Staleness::Pipemare(None)),
+    ("none", "One weight version: forward and backward each use the newest weights", Staleness::None),
+];
 
 impl PolicyArguments {
     /// The requested policy.
     pub fn request(&self) -> Result<PolicyRequest, Error> {
-        if self.anneal.is_some() && self.staleness != Some(Staleness::Pipemare) {
+        let is_pipemare = matches!(self.staleness, Some(Staleness::Pipemare(_)));
+        if self.anneal.is_some() && !is_pipemare {
             return Err(Error::input("`--anneal` requires `--staleness pipemare`"));
         }
         Ok(PolicyRequest {
             precision: self.precision,
             clip_norm: self.clip_norm,
-            deferred_statistics: self.bn == Bn::Deferred,
-            staleness: self.staleness.map(|name| match name {
-                Staleness::Stash => request::Staleness::Stash,
-                Staleness::VerticalSync => request::Staleness::VerticalSync,
-                Staleness::Predict => request::Staleness::Predict,
-                Staleness::Pipemare => request::Staleness::Pipemare(self.anneal),
-                Staleness::None => request::Staleness::None,
-            }),
+            deferred_statistics: self.bn,
+            staleness: if is_pipemare { Some(Staleness::Pipemare(self.anneal)) } else { self.staleness },
         })
     }
 }

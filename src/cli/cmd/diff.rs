@@ -20,7 +20,6 @@ use compiler::text::name::short_name;
 use compiler::text::quantity;
 use pipec::error::Error;
 use pipec::plan::read::read_checked;
-use pipec::plan::request::cost_name;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -139,7 +138,7 @@ fn op_name(plan: &Plan, stage: Option<usize>, op: u32) -> Option<String> {
 fn compare_settings(left: &Plan, right: &Plan) -> Vec<(String, String, String)> {
     let settings = |plan: &Plan| {
         [
-            ("cost model", cost_name(plan.cost).to_string()),
+            ("cost model", plan.cost.name().to_string()),
             ("schedule", plan.schedule.kind.name().to_string()),
             ("micro-batch", plan.schedule.micro_batch.to_string()),
             ("micro-batches", plan.schedule.microbatches.to_string()),

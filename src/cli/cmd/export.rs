@@ -5,8 +5,7 @@ use crate::cli::path_conflicts;
 use crate::cli::screen::Screen;
 use clap::Args;
 use compiler::export::target::refusal::Refusal;
-use compiler::export::target::{self, Entry, TARGETS};
-use compiler::export::target::{Bundle, ExportInput, File, Need};
+use compiler::export::target::{self, Bundle, Entry, ExportInput, File, Need, TARGETS};
 use compiler::plan::Plan;
 use compiler::profile::cost_graph::CostGraph;
 use compiler::schedule::formats::csv::{ComputeTable, csv};
@@ -14,20 +13,15 @@ use compiler::text::name::short_name;
 use compiler::text::quantity;
 use compiler::text::suggest::hint;
 use pipec::costs::cost_source::CostSource;
-use pipec::costs::model_match;
-use pipec::costs::{CostInput, ModelFormat};
+use pipec::costs::{CostInput, ModelFormat, model_match};
 use pipec::error::Error;
-use pipec::files::output;
-use pipec::files::overwrite;
-use pipec::model::ImportRequest;
-use pipec::model::{self, LoadedModel};
-use pipec::plan::custom_schedule;
-use pipec::plan::custom_schedule::CustomSchedule;
+use pipec::files::{output, overwrite};
+use pipec::model::{self, ImportRequest, LoadedModel};
+use pipec::plan::custom_schedule::{self, CustomSchedule};
 use pipec::plan::read::read_checked;
 use serde_json::json;
-use std::fs;
-use std::iter;
 use std::path::{Path, PathBuf};
+use std::{fs, iter};
 
 /// Arguments of `pipec export`.
 #[derive(Debug, Args)]
@@ -44,7 +38,7 @@ pub struct Arguments {
     model: Option<PathBuf>,
     /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as in the plan]
     #[arg(long, value_name = "FILE|analytic[:KIND]", requires = "model")]
-    profile: Option<String>,
+    profile: Option<CostInput>,
     /// Schedule of a plan made for a custom schedule: a table FILE.csv, or programs FILE.json
     #[arg(long, value_name = "FILE", value_parser = schedule_flag::file)]
     schedule: Option<PathBuf>,
@@ -121,7 +115,7 @@ fn model_path(arguments: &Arguments) -> Result<&Path, Error> {
 
 fn costs(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<CostGraph, Error> {
     let path = model_path(arguments)?;
-    let source = CostSource::of_plan(path, arguments.profile.as_deref().map(CostInput::from).as_ref(), plan, screen)?;
+    let source = CostSource::of_plan(path, arguments.profile.as_ref(), plan, screen)?;
     Ok(source.costs(plan, plan.schedule.micro_batch)?.graph)
 }
 
@@ -141,11 +135,8 @@ fn load_model(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<Loa
         return Err(Error::input(message)
             .with_help("export the model with `torch.onnx.export`, plan that file, and export that plan"));
     }
-    let mut import = ImportRequest::default();
-    import.follow(&plan.model.import);
-    let loaded = model::read(path, &import, screen)?;
-    let ops = loaded.profiled().ops as usize;
-    model_match::check(plan, &loaded.planned(ops, plan.model.import.loss.clone()))?;
+    let loaded = model::read(path, &ImportRequest::of(plan), screen)?;
+    model_match::check_loaded(plan, &loaded)?;
     if arguments.to.name == "torch" {
         loaded.runs_in_torch(plan.schedule.micro_batch)?;
     }

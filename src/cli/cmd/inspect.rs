@@ -291,30 +291,25 @@ fn describe(doubt: &TrainingWarning) -> serde_json::Value {
 fn modules(graph: &Graph, bound: Option<&Graph>, samples: u64) -> Vec<(String, Module)> {
     let mut modules: Vec<(String, Module)> = Vec::new();
     let mut index_of: BTreeMap<String, usize> = BTreeMap::new();
-    let mut module_index = |id| {
+    let mut add = |id, ops, parameters, flops| {
         let name = graph.node(id).origin.module.split('.').take(DEPTH).collect::<Vec<_>>().join(".");
-        *index_of.entry(name.clone()).or_insert_with(|| {
+        let at = *index_of.entry(name.clone()).or_insert(modules.len());
+        if at == modules.len() {
             modules.push((name, Module::default()));
-            modules.len() - 1
-        })
+        }
+        let module = &mut modules[at].1;
+        module.ops += ops;
+        module.parameters += parameters;
+        module.flops += flops;
     };
-    let mut sums: Vec<(usize, Module)> = Vec::new();
     for id in order::numbered(graph) {
-        let flops = bound.map_or(0.0, |bound| node_cost(bound, id).flops / samples as f64);
-        sums.push((module_index(id), Module { ops: 1, parameters: 0, flops }));
+        add(id, 1, 0, bound.map_or(0.0, |bound| node_cost(bound, id).flops / samples as f64));
     }
     for id in graph.ids() {
         let Op::Parameter(_) = &graph.node(id).op else { continue };
         let fact = &graph.node(id).facts[0];
         let first_reader = graph.consumers(Value { node: id, output: 0 }).first().map(|(reader, _)| *reader);
-        let parameters = fact.bytes().unwrap_or(0) / fact.dtype.size().max(1) as u64;
-        sums.push((module_index(first_reader.unwrap_or(id)), Module { ops: 0, parameters, flops: 0.0 }));
-    }
-    for (at, sum) in sums {
-        let module = &mut modules[at].1;
-        module.ops += sum.ops;
-        module.parameters += sum.parameters;
-        module.flops += sum.flops;
+        add(first_reader.unwrap_or(id), 0, fact.bytes().unwrap_or(0) / fact.dtype.size().max(1) as u64, 0.0);
     }
     modules.sort_by_key(|(name, _)| name.is_empty());
     modules.retain(|(name, module)| !name.is_empty() || module.parameters > 0);

@@ -1,15 +1,15 @@
 //! `pipec partition`: partitions a model into stages and writes the plan.
 
-use crate::cli::args::partition::{Arguments, Format};
-use crate::cli::candidates;
+use crate::cli::args::partition::Arguments;
 use crate::cli::instances::{piper, placement};
-use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use crate::cli::shell::word;
+use crate::cli::{candidates, prediction};
 use compiler::plan::Plan;
 use compiler::plan::digest::to_json_with_digest;
 use compiler::plan::problem::{CostModel, Target};
 use compiler::text::quantity;
+use pipec::costs::ModelFormat;
 use pipec::error::Error;
 use pipec::files::output;
 use pipec::files::overwrite::Mark;
@@ -24,8 +24,8 @@ use std::time::Instant;
 pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
     let started = Instant::now();
     match arguments.from {
-        Some(Format::DnnPartitioning) => return placement::run(&arguments, screen),
-        Some(Format::Piper) => return piper::run(&arguments, screen),
+        Some(ModelFormat::DnnPartitioning) => return placement::run(&arguments, screen),
+        Some(ModelFormat::Piper) => return piper::run(&arguments, screen),
         _ => {}
     }
     if arguments.noncontiguous {
@@ -62,7 +62,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
         screen.text(&candidates::table(planned, screen.width()));
     }
     if let Some(alternative) = alternative {
-        screen.text(&prediction::alternative_text(alternative, plan.predicted.step_us));
+        screen.text(&prediction::asynchronous_text(alternative, plan.predicted.step_us));
     }
     if arguments.compare && !tried.is_empty() {
         screen.text(&candidates::combinations(tried, plan.objective, screen.width()));

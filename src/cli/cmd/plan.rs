@@ -1,18 +1,16 @@
 //! `pipec plan show`, `pipec plan check` and `pipec plan diff`.
 
 use crate::cli::args::schedule as schedule_flag;
-use crate::cli::cmd;
 use crate::cli::instances::{piper, placement};
-use crate::cli::prediction;
 use crate::cli::screen::Screen;
+use crate::cli::{cmd, prediction};
 use clap::{Args, Subcommand};
-use compiler::plan::Plan;
 use compiler::plan::check::error::PlanFault;
 use compiler::plan::check::labels;
 use compiler::plan::check::verify::check as judged;
 use compiler::plan::problem::CostModel;
-use compiler::plan::read;
 use compiler::plan::schedule::Schedule;
+use compiler::plan::{Plan, read};
 use compiler::schedule::Program;
 use compiler::schedule::check::verify;
 use compiler::schedule::generators::schedule;
@@ -24,12 +22,10 @@ use pipec::costs::cost_source::CostSource;
 use pipec::costs::{CostInput, Costs};
 use pipec::error::Error;
 use pipec::files::input;
-use pipec::plan::custom_schedule;
 use pipec::plan::custom_schedule::CustomSchedule;
 use pipec::plan::read::{contradictions, is_cyclic, read_checked, structural_faults};
-use pipec::plan::replan;
-use pipec::plan::schedule_memory;
 use pipec::plan::schedule_memory::beyond;
+use pipec::plan::{custom_schedule, replan, schedule_memory};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
@@ -69,7 +65,7 @@ enum Action {
         model: Option<PathBuf>,
         /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as in the plan]
         #[arg(long, value_name = "FILE|analytic[:KIND]", requires = "model")]
-        profile: Option<String>,
+        profile: Option<CostInput>,
         /// Schedule of a plan made for a custom schedule: a table FILE.csv, or programs FILE.json
         #[arg(long, value_name = "FILE", value_parser = schedule_flag::file)]
         schedule: Option<PathBuf>,
@@ -100,13 +96,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         }
         Action::Check { file, model, profile, schedule } => {
             let custom_schedule = custom_schedule::open(schedule.as_deref(), screen)?;
-            check_file(
-                &file,
-                model.as_deref(),
-                profile.as_deref().map(CostInput::from).as_ref(),
-                custom_schedule.as_ref(),
-                screen,
-            )
+            check_file(&file, model.as_deref(), profile.as_ref(), custom_schedule.as_ref(), screen)
         }
         Action::Diff { before, after } => cmd::diff::run(&before, &after, screen),
     }

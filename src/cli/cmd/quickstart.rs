@@ -5,18 +5,19 @@
 //!            --train over 4 workers--> weights.safetensors, metrics.jsonl, trace.json --eval--> test accuracy
 //! ```
 
+use crate::cli::args::named;
 use crate::cli::cmd::{eval, profile};
-use crate::cli::prediction;
 use crate::cli::screen::Screen;
 use crate::cli::shell::word;
-use crate::cli::stage_table;
-use clap::{Args, ValueEnum};
+use crate::cli::{prediction, stage_table};
+use clap::Args;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::graph::hash::sha256;
+use compiler::pass::loss::Loss;
 use compiler::plan::Plan;
 use compiler::plan::digest::to_json_with_digest;
-use compiler::plan::problem::{InFlight, Recomputation};
+use compiler::plan::problem::Recomputation;
 use compiler::plan::schedule::Schedule;
 use compiler::profile::Profile;
 use compiler::profile::read::to_json;
@@ -24,20 +25,18 @@ use compiler::tensor::Tensor;
 use compiler::text::quantity;
 use models::digits::{self, SAMPLE, Split};
 use models::zoo;
-use pipec::costs;
-use pipec::costs::PrecisionChoice;
-use pipec::costs::{Costs, Times};
+use pipec::costs::{self, Costs, PrecisionChoice, Times};
 use pipec::error::Error;
 use pipec::files::output;
-use pipec::loss::{CountedLoss, Loss};
-use pipec::model::ImportRequest;
-use pipec::model::{self, LoadedModel};
+use pipec::loss::CountedLoss;
+use pipec::model::{self, ImportRequest, LoadedModel};
 use pipec::plan::from_costs::solve;
 use pipec::plan::optimizer;
 use pipec::plan::request::PlanOptions;
 use pipec::profile::{MeasuredGraph, measure_graph};
 use pipec::train::metrics::train_with_metrics;
 use pipec::train::prepare;
+use pipec::train::request::{DataInput, TrainRequest};
 use pipec::train::task::{Data, HeldOut, Length, Task};
 use profiler::machine;
 use profiler::measure::Settings;
@@ -64,8 +63,8 @@ const STAGES: [u32; 3] = [2, 1, 1];
 #[command(after_help = "Examples:\n  pipec quickstart\n  pipec quickstart --model mlp --dir tour")]
 pub struct Arguments {
     /// The model
-    #[arg(long, value_enum, value_name = "MODEL", default_value = "cnn")]
-    model: ModelChoice,
+    #[arg(long, value_parser = named(MODELS), value_name = "MODEL", default_value = "cnn")]
+    model: (&'static str, u32),
     /// Output folder, created if missing
     #[arg(long, value_name = "FOLDER", default_value = "pipec-quickstart")]
     dir: PathBuf,
@@ -80,30 +79,14 @@ pub struct Arguments {
     lr: Option<f64>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum ModelChoice {
-    /// A residual network with batch normalisation
-    Cnn,
-    /// A multilayer perceptron with three layers
-    Mlp,
-}
+/// The models, by name, with the epochs in which this asynchronous pipeline reaches the accuracy of PyTorch.
+const MODELS: &[(&str, &str, (&str, u32))] = &[
+    ("cnn", "A residual network with batch normalisation", ("cnn", 20)),
+    ("mlp", "A multilayer perceptron with three layers", ("mlp", 120)),
+];
 
-impl ModelChoice {
-    fn name(self) -> &'static str {
-        match self {
-            ModelChoice::Cnn => "cnn",
-            ModelChoice::Mlp => "mlp",
-        }
-    }
-
-    /// Epochs and learning rate with which this asynchronous pipeline reaches the accuracy of PyTorch.
-    fn default_training(self) -> (u32, f64) {
-        match self {
-            ModelChoice::Cnn => (20, 0.03),
-            ModelChoice::Mlp => (120, 0.03),
-        }
-    }
-}
+/// The learning rate with which it does.
+const LEARNING_RATE: f64 = 0.03;
 
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let started = Instant::now();
@@ -111,7 +94,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     fs::create_dir_all(folder).map_err(|error| Error::file("create the folder", folder, error))?;
     let path = |name: &str| folder.join(name);
     let options = zoo::Options { seed: arguments.seed, ..zoo::Options::default() };
-    let built = zoo::build(arguments.model.name(), &options).map_err(|error| Error::bug(&error.to_string()))?;
+    let (model_name, epochs) = arguments.model;
+    let built = zoo::build(model_name, &options).map_err(|error| Error::bug(&error.to_string()))?;
     output::write(&path("model.onnx"), &zoo::to_bytes(&built.model))?;
     let loaded = model::load(&path("model.onnx"), &ImportRequest::default(), screen)?;
     let digits = digits::load(arguments.seed);
@@ -149,8 +133,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     let json = to_json_with_digest(&plan).map_err(|error| Error::bug(&error.to_string()))?;
     output::write(&path("plan.json"), json.as_bytes())?;
 
-    let (epochs, lr) = arguments.model.default_training();
-    let (epochs, lr) = (arguments.epochs.unwrap_or(epochs), arguments.lr.unwrap_or(lr));
+    let (epochs, lr) = (arguments.epochs.unwrap_or(epochs), arguments.lr.unwrap_or(LEARNING_RATE));
     screen.text(&format!(
         "\n4. Train: {WORKERS} workers, weight stashing, {} of {} digits\n",
         quantity::plural(u64::from(epochs), "epoch", "epochs"),
@@ -158,29 +141,26 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     ));
     let initial = loaded.weights()?;
     let optimizer = Optimizer::from(Rule::Sgd { learning_rate: lr, momentum: 0.9, nesterov: false, weight_decay: 0.0 });
+    let request = TrainRequest { seed: arguments.seed, ..TrainRequest::new(&model_file, DataInput::Synthetic) };
     let mut task = Task {
+        request: &request,
         loaded: &loaded,
         weights: &initial,
         plan: &plan,
         schedule: Schedule::OneFOneBRr,
         custom_schedule: None,
-        in_flight: InFlight::Auto,
         loss: Some(Loss::CrossEntropy),
         class_dim: None,
         dtype: None,
         unbiased: false,
         policy: Policy::default(),
-        uses_newest: false,
         batch: BATCH,
         microbatches: 1,
         length: Length::Epochs(epochs),
         data: Data::Arrays(arrays(&digits.train)),
         held_out: HeldOut::Nothing,
         order: RowOrder::Shuffled { seed: arguments.seed },
-        seed: arguments.seed,
         optimizer: &optimizer,
-        keep_gradients: false,
-        checkpoints: None,
         checkpoint_settings: None,
         tensor: 1,
         devices: &[runtime::device::cpu::device::cpu()],
@@ -222,7 +202,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
     ));
     screen.json(&json!({
         "folder": folder.display().to_string(),
-        "model": arguments.model.name(),
+        "model": model_name,
         "free_choice": {"replicas": free_plan.stages.iter().map(|s| s.replicas).collect::<Vec<_>>(), "predicted": free_plan.predicted},
         "trained": {"replicas": STAGES, "predicted": plan.predicted},
         "baselines": plan.baselines,

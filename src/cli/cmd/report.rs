@@ -1,15 +1,11 @@
 //! `pipec report`: an HTML page about a plan, and its figures as SVG.
 
 use crate::cli::args::schedule as schedule_flag;
-use crate::cli::path_conflicts;
-use crate::cli::prediction;
 use crate::cli::screen::Screen;
-use crate::cli::stage_table;
-use crate::cli::what_if;
+use crate::cli::{path_conflicts, prediction, stage_table, what_if};
 use clap::Args;
 use compiler::export::report::page::PICTURES;
-use compiler::export::report::{Alternative, Measured, ModelInfo, Played, Report};
-use compiler::export::report::{measured, moves, page, play};
+use compiler::export::report::{Alternative, Measured, ModelInfo, Played, Report, measured, moves, page, play};
 use compiler::graph::hash::sha256;
 use compiler::plan::Plan;
 use compiler::plan::problem::CostModel;
@@ -19,14 +15,11 @@ use compiler::text::quantity;
 use pipec::costs::CostInput;
 use pipec::costs::cost_source::CostSource;
 use pipec::error::Error;
-use pipec::files::input;
-use pipec::files::output;
 use pipec::files::overwrite::Mark;
-use pipec::plan::custom_schedule;
+use pipec::files::{input, output};
 use pipec::plan::read::{NOT_A_PIPELINE, is_cyclic, read_checked};
-use pipec::plan::replan;
-use pipec::plan::schedule_memory;
 use pipec::plan::schedule_memory::beyond;
+use pipec::plan::{custom_schedule, replan, schedule_memory};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
@@ -53,7 +46,7 @@ pub struct Arguments {
     model: Option<PathBuf>,
     /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as in the plan]
     #[arg(long, value_name = "FILE|analytic[:KIND]", requires = "model")]
-    profile: Option<String>,
+    profile: Option<CostInput>,
     /// Metrics of a training run with this plan, shown next to the prediction
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
@@ -84,12 +77,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         let message = format!("`{flag}` cannot be combined with the plan of an instance");
         return Err(Error::input(message).because(format!("{}: {INSTANCE_REASON}", arguments.file.display())));
     }
-    let source = match &arguments.model {
-        Some(path) => {
-            Some(CostSource::of_plan(path, arguments.profile.as_deref().map(CostInput::from).as_ref(), &plan, screen)?)
-        }
-        None => None,
-    };
+    let open = |path: &PathBuf| CostSource::of_plan(path, arguments.profile.as_ref(), &plan, screen);
+    let source = arguments.model.as_ref().map(open).transpose()?;
     let modelled = match &source {
         Some(source) => Ok(evaluate_moves(source, &plan)?),
         None if is_instance(&plan) => Err(format!("Moves of the plan's cuts are not evaluated: {INSTANCE_REASON}.")),
@@ -156,9 +145,7 @@ fn evaluate_moves(source: &CostSource, plan: &Plan) -> Result<ModelInfo, Error> 
 
 fn alternatives(plan: &Plan) -> Vec<Alternative> {
     let this_plan = Alternative { name: "this plan".to_string(), us: plan.predicted.step_us, fits: true };
-    let others = prediction::alternatives(plan);
-    let others = others.into_iter().map(|(name, us, fits)| Alternative { name: name.to_string(), us, fits });
-    std::iter::once(this_plan).chain(others).collect()
+    std::iter::once(this_plan).chain(prediction::alternatives(plan)).collect()
 }
 
 fn read_metrics(path: &Path, plan: &Plan) -> Result<Measured, Error> {

@@ -1,10 +1,9 @@
 //! `pipec simulate`: simulates a plan's programs with the plan's costs.
 
 use crate::cli::args::schedule as schedule_flag;
-use crate::cli::prediction;
 use crate::cli::screen::Screen;
-use crate::cli::stage_table;
 use crate::cli::worker_table::{self, Worker};
+use crate::cli::{prediction, stage_table};
 use clap::Args;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
@@ -21,11 +20,9 @@ use compiler::schedule::semantics::StepCount;
 use compiler::simulate::{run, steady_throughput};
 use compiler::text::quantity;
 use pipec::error::Error;
-use pipec::files::input;
-use pipec::files::output;
 use pipec::files::overwrite::Mark;
-use pipec::plan::custom_schedule;
-use pipec::plan::custom_schedule::CustomSchedule;
+use pipec::files::{input, output};
+use pipec::plan::custom_schedule::{self, CustomSchedule};
 use pipec::plan::read::{NOT_A_PIPELINE, is_cyclic, read_checked};
 use pipec::plan::request::ScheduleChoice;
 use serde_json::json;
@@ -223,12 +220,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         output::write(path, &encode(&Trace::simulation(&timeline), &input::file_name(path)))?;
         screen.note(&format!("wrote {}", path.display()));
     }
-    let workers: Vec<_> = workers
-        .iter()
-        .map(|Worker { name, busy, in_flight, bytes }| {
-            json!({"worker": name, "busy": busy, "in_flight": in_flight, "bytes": bytes})
-        })
-        .collect();
+    let worker_json = |Worker { name, busy, in_flight, bytes }: &Worker| json!({"worker": name, "busy": busy, "in_flight": in_flight, "bytes": bytes});
     screen.json(&json!({
         "schedule": kind.name(),
         "minibatches": minibatches,
@@ -240,7 +232,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Error> {
         "update_samples": prediction::update_samples(&simulated_plan),
         "bubble": timeline.bubble(),
         "planned": {"step_us": plan.predicted.step_us, "minibatch_us": plan.predicted.minibatch_us, "throughput_per_s": plan.predicted.throughput_per_s},
-        "workers": workers,
+        "workers": workers.iter().map(worker_json).collect::<Vec<_>>(),
     }));
     Ok(())
 }

@@ -1,13 +1,11 @@
 //! `pipec sweep`: plans for ranges of device counts, depths and batch sizes, as a table and as the plots that papers show.
 
-use crate::cli::args;
-use crate::cli::args::Import;
-use crate::cli::args::optimizer::{self, OptimizerName};
+use crate::cli::args::optimizer::{self, optimizers};
 use crate::cli::args::shared_plan::SharedPlanArguments;
+use crate::cli::args::{self, Import};
 use crate::cli::screen::{Screen, clean};
 use crate::cli::table::{Shrink, fit_table};
 use clap::Args;
-use compiler::cluster::unit;
 use compiler::export::sweep::{Figures, Largest, PICTURES, Point, Sweep, name};
 use compiler::plan::coarsen;
 use compiler::plan::problem::{Recomputation, set_recompute_scopes};
@@ -16,13 +14,13 @@ use compiler::profile::cost_graph::CostGraph;
 use compiler::profile::shared::TensorParallelCosts;
 use compiler::text::quantity;
 use pipec::cluster::{self, ClusterRequest};
-use pipec::costs::CostInput;
-use pipec::costs::Costs;
 use pipec::costs::cost_source::CostSource;
+use pipec::costs::{CostInput, Costs};
 use pipec::error::{Error, ErrorKind};
 use pipec::files::output;
 use pipec::plan::from_costs::{solve, solve_with_groups};
 use pipec::plan::model_family::Family;
+use pipec::plan::optimizer::Optimizer;
 use pipec::plan::request::{PlanOptions, ScheduleChoice};
 use pipec::plan::tensor_parallel::TensorParallel;
 use serde_json::json;
@@ -66,13 +64,13 @@ pub struct Arguments {
     schedule: Vec<String>,
     /// Costs: a file of `pipec profile`, or analytic[:KIND] for the roofline of a device type [default: analytic]
     #[arg(long, value_name = "FILE|analytic[:KIND]", help_heading = "Model")]
-    profile: Option<String>,
+    profile: Option<CostInput>,
     /// Memory limit per device, for example 16GB [default: the memory of the device]
     #[arg(long, value_name = "SIZE", help_heading = "Devices")]
     memory: Option<String>,
     /// Optimizer, for its memory
-    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd", help_heading = "Sweep ranges")]
-    optimizer: OptimizerName,
+    #[arg(long, value_parser = optimizers(), value_name = "NAME", default_value = "sgd", help_heading = "Sweep ranges")]
+    optimizer: Optimizer,
     /// sgd, rmsprop: momentum used in training; a non-zero value adds one optimizer-state value per weight
     #[arg(long, value_name = "X", value_parser = optimizer::positive, help_heading = "Sweep ranges")]
     momentum: Option<f64>,
@@ -172,12 +170,9 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
 
 fn options(arguments: &Arguments) -> Result<PlanOptions, Error> {
     let default = if arguments.microbatches.iter().any(|m| *m > 1) { Schedule::OneFOneB } else { Schedule::OneFOneBRr };
-    let memory = arguments.memory.as_deref().map(unit::bytes).transpose().map_err(|error| {
-        Error::input("cannot read `--memory`").because(error).with_help("`--memory 16GB` per device")
-    })?;
     let options = arguments.shared.apply(PlanOptions {
-        memory_limit: memory,
-        optimizer: arguments.optimizer.into(),
+        memory_limit: args::memory(arguments.memory.as_deref())?,
+        optimizer: arguments.optimizer,
         momentum: arguments.momentum,
         recompute: Recomputation::from_name(&arguments.recompute).unwrap_or_default(),
         schedule: Some(ScheduleChoice::Named(default)),
@@ -199,7 +194,7 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
             .with_help("set the degree, for example `--tensor 8`"));
     }
     let clusters = clusters(arguments)?;
-    let input = arguments.profile.as_deref().map(CostInput::from).unwrap_or_default();
+    let input = arguments.profile.clone().unwrap_or_default();
     let source = CostSource::open(path, &input, &arguments.import.clone().into(), screen)?;
     let sizes = match &arguments.micro_batch[..] {
         [] => vec![source.micro_batch(screen)],
@@ -349,7 +344,7 @@ fn figures(
 }
 
 fn find_largest(arguments: &Arguments, name: &str, screen: &Screen) -> Result<Vec<Largest>, Error> {
-    let kind = match arguments.profile.as_deref().map(CostInput::from).unwrap_or_default() {
+    let kind = match arguments.profile.clone().unwrap_or_default() {
         CostInput::Analytic(kind) => kind,
         CostInput::Profile(_) => {
             return Err(Error::input(
@@ -490,27 +485,16 @@ fn family_table(name: &str, largest: &[Largest], tensor: TensorParallel, screen:
 }
 
 fn point_json(point: &Point) -> serde_json::Value {
-    let mut value = json!({
-        "devices": point.devices,
-        "depth": point.depth,
-        "schedule": point.schedule.name(),
-        "micro_batch": point.micro_batch,
-        "microbatches": point.microbatches,
-        "feasible": point.answer.is_ok(),
-    });
-    match &point.answer {
-        Ok(figures) => {
-            value["replicas"] = json!(figures.replicas);
-            value["tensor_degree"] = json!(figures.degree);
-            value["throughput_per_s"] = json!(figures.throughput_per_s);
-            value["peak_bytes"] = json!(figures.peak_bytes);
-            value["bubble"] = json!(figures.bubble);
-            value["bytes_per_sample"] = json!(figures.bytes_per_sample);
-            value["data_parallel_bytes_per_sample"] = json!(figures.data_parallel_bytes_per_sample);
-            value["recompute"] = json!(figures.recompute);
-        }
-        Err(why) => value["why"] = json!(why),
-    }
+    let mut value = match &point.answer {
+        Ok(figures) => json!(figures),
+        Err(why) => json!({"why": why}),
+    };
+    value["devices"] = json!(point.devices);
+    value["depth"] = json!(point.depth);
+    value["schedule"] = json!(point.schedule.name());
+    value["micro_batch"] = json!(point.micro_batch);
+    value["microbatches"] = json!(point.microbatches);
+    value["feasible"] = json!(point.answer.is_ok());
     value
 }
 

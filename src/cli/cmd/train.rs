@@ -1,7 +1,7 @@
 //! `pipec train`: trains a model under a plan.
 
 use crate::cli::args::checkpoints::CheckpointArguments;
-use crate::cli::args::loss::LossName;
+use crate::cli::args::loss::losses;
 use crate::cli::args::optimizer::OptimizerArguments;
 use crate::cli::args::policy::PolicyArguments;
 use crate::cli::args::processes::ProcessArguments;
@@ -10,10 +10,10 @@ use crate::cli::render_error::exit_code;
 use crate::cli::screen::{Reader, Screen};
 use crate::cli::train_report::report;
 use clap::Args;
+use compiler::pass::loss::Loss;
 use compiler::plan::groups::MOST;
 use compiler::plan::problem::InFlight;
 use pipec::error::Error;
-use pipec::loss::Loss;
 use pipec::plan::request::ScheduleChoice;
 use pipec::train::device_request::DeviceRequest;
 use pipec::train::request::{DataInput, HeldOutInput, PlanInput, TrainRequest};
@@ -83,8 +83,8 @@ pub struct Arguments {
     #[arg(long, help_heading = "Data")]
     no_shuffle: bool,
     /// Loss function, a mean over the minibatch [default: the plan's; output for a model that returns its loss, else cross-entropy]
-    #[arg(long, value_enum, value_name = "NAME", help_heading = "Optimizer")]
-    loss: Option<LossName>,
+    #[arg(long, value_parser = losses(), value_name = "NAME", help_heading = "Optimizer")]
+    loss: Option<Loss>,
     /// Class axis; negative counts from the end [default: -1]
     #[arg(long, value_name = "AXIS", allow_hyphen_values = true, help_heading = "Optimizer")]
     class_dim: Option<i64>,
@@ -157,7 +157,7 @@ impl Arguments {
             microbatches: self.microbatches,
             length: self.steps.map(Length::Steps).or(self.epochs.map(Length::Epochs)),
             shuffle: self.shuffle,
-            loss: self.loss.map(Loss::from),
+            loss: self.loss,
             class_dim: self.class_dim,
             optimizer: self.optimizer.request()?,
             policy: self.policy.request()?,

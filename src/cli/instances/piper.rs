@@ -4,15 +4,14 @@ use crate::cli::args::partition::Arguments;
 use crate::cli::instances::placement;
 use crate::cli::screen::Screen;
 use compiler::cluster::unit;
-use compiler::graph::hash::sha256;
+use compiler::plan::Plan;
 use compiler::plan::check::error::PlanFault;
 use compiler::plan::schedule::Schedule;
-use compiler::plan::{Plan, PlannedModel};
-use compiler::text::quantity;
 use instances::piper::check::check as judged;
 use instances::piper::model::Hybrid;
 use instances::piper::read as piper;
 use instances::piper::solve::{Request, SolveError, solve};
+use pipec::costs::without_graph;
 use pipec::error::Error;
 use pipec::files::input;
 use pipec::plan::request::{PlanOptions, ScheduleChoice};
@@ -21,38 +20,22 @@ use std::path::Path;
 /// Plans an instance, writes the plan and prints it.
 pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
     let path = &arguments.file;
-    refuse(arguments)?;
+    let options = refuse(arguments)?;
     let text = input::text(path, piper::MAX_BYTES as u64)?;
     let mut hybrid = piper::read(&text).map_err(|error| {
         Error::file("read the instance", path, error).with_help("`--from` sets the format of the file")
     })?;
-    apply_flags(&mut hybrid, arguments)?;
-    let sha256 = sha256(text.as_bytes());
-    placement::protect(arguments, &sha256)?;
-    let request = Request {
-        budget: arguments.plan_options.budget,
-        seed: arguments.plan_options.seed,
-        model: PlannedModel {
-            file: input::file_name(path),
-            sha256: sha256.clone(),
-            ops: hybrid.layers.len() as u64,
-            ..PlannedModel::default()
-        },
-        sha256,
-    };
-    let plan = solve(&hybrid, &request).map_err(|error| {
-        let infeasible = || Error::infeasible(format!("no feasible plan for {}", path.display())).because(&error);
-        match &error {
-            SolveError::Unsound(_) => Error::bug(&error.to_string()),
-            SolveError::Memory { smallest, .. } => {
-                let smallest_limit = quantity::at_least(*smallest);
-                infeasible().with_help(format!(
-                    "`--memory {smallest_limit}` is the smallest memory limit for which a plan was found"
-                ))
-            }
-            SolveError::Devices { .. } => infeasible().with_help("add devices with `--gpus`"),
-            SolveError::Cluster(_) => Error::input(format!("cannot plan {}", path.display())).because(&error),
+    apply_flags(&mut hybrid, arguments, &options)?;
+    let model = without_graph(path, &text, hybrid.layers.len());
+    placement::protect(arguments, &model)?;
+    let request = Request { budget: options.budget, seed: options.seed, sha256: model.sha256.clone(), model };
+    let plan = solve(&hybrid, &request).map_err(|error| match &error {
+        SolveError::Unsound(_) => Error::bug(&error.to_string()),
+        SolveError::Memory { smallest, .. } => {
+            placement::infeasible(path, &error).with_help(placement::memory_help(*smallest))
         }
+        SolveError::Devices { .. } => placement::infeasible(path, &error).with_help("add devices with `--gpus`"),
+        SolveError::Cluster(_) => Error::input(format!("cannot plan {}", path.display())).because(&error),
     })?;
     placement::write_plan(&plan, arguments, screen)
 }
@@ -75,10 +58,8 @@ pub fn check(plan: &Plan, path: &Path) -> Result<Vec<PlanFault>, Error> {
 }
 
 /// Applies the flags that override the file.
-fn apply_flags(hybrid: &mut Hybrid, arguments: &Arguments) -> Result<(), Error> {
-    let plan_options = &arguments.plan_options;
-    if let Some(text) = &plan_options.memory {
-        let bytes = unit::bytes(text).map_err(|error| Error::input("cannot read `--memory`").because(error))?;
+fn apply_flags(hybrid: &mut Hybrid, arguments: &Arguments, options: &PlanOptions) -> Result<(), Error> {
+    if let Some(bytes) = options.memory_limit {
         hybrid.bytes_per_device = bytes.0 as f64;
     }
     if let Some(text) = &arguments.devices.bandwidth {
@@ -92,14 +73,14 @@ fn apply_flags(hybrid: &mut Hybrid, arguments: &Arguments) -> Result<(), Error> 
         }
         hybrid.devices = count;
     }
-    if plan_options.microbatches != PlanOptions::default().microbatches {
-        hybrid.microbatches = plan_options.microbatches;
+    if options.microbatches != PlanOptions::default().microbatches {
+        hybrid.microbatches = options.microbatches;
     }
     Ok(())
 }
 
-/// Refuses flags for interconnect levels and costs, which the instance defines.
-fn refuse(arguments: &Arguments) -> Result<(), Error> {
+/// The options, without flags for interconnect levels and costs, which the instance defines.
+fn refuse(arguments: &Arguments) -> Result<PlanOptions, Error> {
     let (devices, options) = (&arguments.devices, arguments.plan_options.options()?);
     let overridden = [
         ("--levels", devices.levels.is_some()),
@@ -118,5 +99,6 @@ fn refuse(arguments: &Arguments) -> Result<(), Error> {
         "piper",
         "the instance has its own costs, layer configurations and schedule",
         "only `--gpus`, `--bandwidth`, `--memory` and `--microbatches` override its values",
-    )
+    )?;
+    Ok(options)
 }

@@ -3,7 +3,6 @@
 use crate::cli::args::partition::Arguments;
 use crate::cli::prediction;
 use crate::cli::screen::Screen;
-use compiler::cluster::unit;
 use compiler::graph::hash::sha256;
 use compiler::plan::check::error::PlanFault;
 use compiler::plan::digest::to_json_with_digest;
@@ -13,45 +12,34 @@ use compiler::text::quantity;
 use instances::placement::check::check as judged;
 use instances::placement::read as dnn_partitioning;
 use instances::placement::solve::{Request, SolveError, solve};
+use pipec::costs::without_graph;
 use pipec::error::Error;
-use pipec::files::input;
-use pipec::files::output;
+use pipec::files::{input, output};
 use pipec::plan::request::PlanOptions;
 use std::path::Path;
 
 /// Plans an instance, writes the plan and prints it.
 pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
     let path = &arguments.file;
-    refuse(arguments)?;
+    let options = refuse(arguments)?;
     let text = input::text(path, dnn_partitioning::MAX_BYTES as u64)?;
     let read = if arguments.cpus { dnn_partitioning::read_with_hosts } else { dnn_partitioning::read };
     let placement = read(&text).map_err(|error| {
         Error::file("read the instance", path, error).with_help("`--from` sets the format of the file")
     })?;
-    let memory = arguments.plan_options.memory.as_deref().map(unit::bytes).transpose();
-    let sha256 = sha256(text.as_bytes());
-    protect(arguments, &sha256)?;
+    let model = without_graph(path, &text, placement.nodes.len());
+    protect(arguments, &model)?;
     let request = Request {
         anywhere: arguments.noncontiguous,
-        budget: arguments.plan_options.budget,
-        seed: arguments.plan_options.seed,
-        memory: memory.map_err(|error| Error::input("cannot read `--memory`").because(error))?,
-        model: PlannedModel {
-            file: input::file_name(path),
-            sha256: sha256.clone(),
-            ops: placement.nodes.len() as u64,
-            ..PlannedModel::default()
-        },
-        sha256,
+        budget: options.budget,
+        seed: options.seed,
+        memory: options.memory_limit,
+        sha256: model.sha256.clone(),
+        model,
     };
     let plan = solve(&placement, &request).map_err(|error| match &error {
         SolveError::Unsound(_) => Error::bug(&error.to_string()),
-        SolveError::Infeasible { smallest, .. } => {
-            let smallest_limit = quantity::at_least(*smallest);
-            Error::infeasible(format!("no feasible plan for {}", path.display())).because(&error).with_help(format!(
-                "`--memory {smallest_limit}` is the smallest memory limit for which a plan was found"
-            ))
-        }
+        SolveError::Infeasible { smallest, .. } => infeasible(path, &error).with_help(memory_help(*smallest)),
         SolveError::TooLarge { .. } | SolveError::Cluster(_) => {
             Error::input(format!("cannot plan {}", path.display())).because(&error)
         }
@@ -59,13 +47,24 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Error> {
     write_plan(&plan, arguments, screen)
 }
 
+/// The error for an instance without a feasible plan.
+pub fn infeasible(path: &Path, error: &dyn std::fmt::Display) -> Error {
+    Error::infeasible(format!("no feasible plan for {}", path.display())).because(error)
+}
+
+/// Help with the smallest memory limit that is enough.
+pub fn memory_help(smallest: u64) -> String {
+    let limit = quantity::at_least(smallest);
+    format!("`--memory {limit}` is the smallest memory limit for which a plan was found")
+}
+
 /// Refuses to overwrite the plan of another instance at the default path.
-pub fn protect(arguments: &Arguments, sha256: &str) -> Result<(), Error> {
+pub fn protect(arguments: &Arguments, model: &PlannedModel) -> Result<(), Error> {
     match arguments.output {
         Some(_) => Ok(()),
         None => {
             let path = output::default_output(&arguments.file, "plan");
-            output::protect(&path, &arguments.file, &[("sha256", sha256)], "plan")
+            output::protect(&path, &arguments.file, &[("sha256", &model.sha256)], "plan")
         }
     }
 }
@@ -112,8 +111,8 @@ pub fn write_plan(plan: &Plan, arguments: &Arguments, screen: &Screen) -> Result
     Ok(())
 }
 
-/// Refuses flags for devices and costs, which the instance defines.
-fn refuse(arguments: &Arguments) -> Result<(), Error> {
+/// The options, without flags for devices and costs, which the instance defines.
+fn refuse(arguments: &Arguments) -> Result<PlanOptions, Error> {
     let (devices, options) = (&arguments.devices, arguments.plan_options.options()?);
     let default = PlanOptions::default();
     let overridden = [
@@ -132,7 +131,8 @@ fn refuse(arguments: &Arguments) -> Result<(), Error> {
         "dnn-partitioning",
         "the instance has its own devices and costs",
         "only `--memory` overrides its values",
-    )
+    )?;
+    Ok(options)
 }
 
 /// Flags that no instance supports; the boolean is true if the flag is given.

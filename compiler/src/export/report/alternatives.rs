@@ -2,7 +2,7 @@
 
 use crate::export::axis::{Axis, Unit};
 use crate::export::report::Report;
-use crate::export::report::markup::{Column, Table};
+use crate::export::report::markup::Table;
 use crate::export::svg::{Anchor, Svg};
 use crate::text::quantity;
 
@@ -19,10 +19,7 @@ pub fn draw(report: &Report<'_>) -> Svg {
     let max_us = alternatives.iter().map(|alternative| alternative.us).filter(|us| us.is_finite()).fold(0.0, f64::max);
     let axis = Axis::upto(max_us, 8, Unit::Time);
     let x = |us: f64| LEFT + (WIDE - LEFT - RIGHT) * axis.share(us);
-    for (value, label) in &axis.ticks {
-        picture.line("grid", [x(*value), TOP - 6.0], [x(*value), bottom]);
-        picture.text("quiet small figure", Anchor::Middle, [x(*value), bottom + 17.0], label);
-    }
+    picture.vertical_grid(&axis, &x, [TOP - 6.0, bottom]);
     for (at, alternative) in alternatives.iter().enumerate() {
         let y = TOP + PITCH * at as f64;
         let weight = if at == 0 { "strong" } else { "" };
@@ -47,13 +44,8 @@ pub fn draw(report: &Report<'_>) -> Svg {
 }
 
 pub fn table(report: &Report<'_>) -> String {
-    let columns = [
-        ("what", Column::Words),
-        ("time per minibatch", Column::Numbers),
-        ("relative to this plan", Column::Numbers),
-        ("fits in memory", Column::Words),
-    ];
-    let mut table = Table::new("All times use the same cost model.", &columns);
+    let header = ["what", "time per minibatch", "relative to this plan", "fits in memory"];
+    let mut table = Table::new("All times use the same cost model.", &header, &[1, 2]);
     let plan_us = report.alternatives.first().map_or(0.0, |plan_us| plan_us.us);
     for (at, alternative) in report.alternatives.iter().enumerate() {
         // The time of an alternative that cannot run is no advice.

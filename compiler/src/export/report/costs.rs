@@ -1,7 +1,7 @@
 //! The ops in order with the cuts between them, and the effect of moving each cut.
 
 use crate::export::escape::short;
-use crate::export::report::markup::{Column, Table, details, paragraph};
+use crate::export::report::markup::{Table, details, paragraph};
 use crate::export::report::{CutCost, ModelInfo, Move};
 use crate::export::stage_name::layers;
 use crate::plan::{Plan, Stage};
@@ -29,16 +29,8 @@ pub fn tables(plan: &Plan, modelled: &ModelInfo) -> String {
 
 fn cuts(plan: &Plan, modelled: &ModelInfo) -> String {
     let caption = "Cuts. Effect on minibatch time of moving each cut by one op, re-evaluated by the plan checker.";
-    let columns = [
-        ("cut", Column::Words),
-        ("tensors", Column::Numbers),
-        ("bytes", Column::Numbers),
-        ("one op earlier", Column::Numbers),
-        ("op that moves", Column::Words),
-        ("one op later", Column::Numbers),
-        ("op that moves", Column::Words),
-    ];
-    let mut table = Table::new(caption, &columns);
+    let header = ["cut", "tensors", "bytes", "one op earlier", "op that moves", "one op later", "op that moves"];
+    let mut table = Table::new(caption, &header, &[1, 2, 3, 5]);
     for cut in &modelled.cuts {
         let [earlier, later] = [&cut.earlier, &cut.later].map(|moved| change(plan, moved.as_ref()));
         let [first, second] = [&cut.earlier, &cut.later].map(|moved| name(modelled, moved.as_ref()));
@@ -102,18 +94,8 @@ fn ops(plan: &Plan, modelled: &ModelInfo) -> String {
         None => format!("All {} ops. Times and sizes are per micro-batch.", quantity::count(total as u64)),
     };
     let total_us: f64 = modelled.graph.ops.iter().map(|op| op.fwd_us + op.bwd_us).sum();
-    let columns = [
-        ("op", Column::Words),
-        ("ops", Column::Numbers),
-        ("forward", Column::Numbers),
-        ("backward", Column::Numbers),
-        ("for weights", Column::Numbers),
-        ("share", Column::Numbers),
-        ("parameters", Column::Numbers),
-        ("saved", Column::Numbers),
-        ("output", Column::Numbers),
-    ];
-    let mut table = Table::new(&note, &columns);
+    let header = ["op", "ops", "forward", "backward", "for weights", "share", "parameters", "saved", "output"];
+    let mut table = Table::new(&note, &header, &[1, 2, 3, 4, 5, 6, 7, 8]);
     for (at, stage) in plan.stages.iter().enumerate() {
         if at > 0 {
             table.line("cut", &cut_line(at - 1, modelled.cuts.get(at - 1)));

@@ -5,7 +5,7 @@
 
 use crate::export::axis::{Axis, Unit};
 use crate::export::report::Played;
-use crate::export::report::markup::{Column, Table, paragraph};
+use crate::export::report::markup::{Table, paragraph};
 use crate::export::svg::{Anchor, Svg, width};
 use crate::plan::StageId;
 use crate::schedule::{Instruction, MicrobatchId, Payload};
@@ -86,12 +86,7 @@ pub fn draw(played: &Played) -> Svg {
     let span = WIDE - LEFT - 12.0;
     let x = |time: f64| LEFT + span * axis.share(time);
     legend(&mut picture, &drawn);
-    for (value, label) in &axis.ticks {
-        picture.line("grid", [x(*value), TOP - 4.0], [x(*value), bottom]);
-        let is_cut = x(*value) + width(label, 11.0) / 2.0 > WIDE;
-        let anchor = if is_cut { Anchor::End } else { Anchor::Middle };
-        picture.text("quiet small figure", anchor, [if is_cut { WIDE } else { x(*value) }, bottom + 17.0], label);
-    }
+    picture.vertical_grid(&axis, &x, [TOP - 4.0, bottom]);
     phases(&mut picture, played, &x, bottom);
     let versions = versions(played);
     for (at, &worker) in drawn.rows.iter().enumerate() {
@@ -101,53 +96,31 @@ pub fn draw(played: &Played) -> Svg {
         let busy = if timeline.makespan > 0.0 { timeline.busy(worker) / timeline.makespan } else { 0.0 };
         let tooltip = format!("worker {}\nbusy {:.1} % of the time", track.name, busy * 100.0);
         picture.rect("lane", [LEFT, y, span, heights[0]], Some(&tooltip));
+        let lane_y = y + heights[0] + 1.0;
         if drawn.is_sliced {
-            slices(
-                &mut picture,
-                &track.spans.iter().collect::<Vec<_>>(),
-                timeline.makespan,
-                slots(&drawn),
-                [y, heights[0]],
-                &x,
-            );
-            slices(
-                &mut picture,
-                &drawn.lanes[at],
-                timeline.makespan,
-                slots(&drawn),
-                [y + heights[0] + 1.0, heights[1]],
-                &x,
-            );
+            let (spans, row) = (track.spans.iter().collect::<Vec<_>>(), [y, heights[0]]);
+            for (spans, row) in [(&spans, row), (&drawn.lanes[at], [lane_y, heights[1]])] {
+                slices(&mut picture, spans, timeline.makespan, slots(&drawn), row, &x);
+            }
             continue;
         }
         for span in &track.spans {
             let span_width = x(span.end) - x(span.start);
             let hint = hint(span, &versions);
-            picture.rect(
-                class(span.activity),
-                [x(span.start), y, (span_width - 0.4).max(0.3), heights[0]],
-                Some(&hint),
-            );
+            let drawn_width = (span_width - 0.4).max(0.3);
+            picture.rect(class(span.activity), [x(span.start), y, drawn_width, heights[0]], Some(&hint));
             let Some((_, item)) = item(span.activity) else { continue };
             let number = item.0.to_string();
             if span_width > 7.0 + 6.0 * number.len() as f64 && heights[0] > 12.0 {
                 let class = format!("on on-{}", class(span.activity));
-                picture.text(
-                    &class,
-                    Anchor::Start,
-                    [x(span.start) + span_width / 2.0, y + heights[0] / 2.0 + 3.5],
-                    &number,
-                );
+                let middle = [x(span.start) + span_width / 2.0, y + heights[0] / 2.0 + 3.5];
+                picture.text(&class, Anchor::Start, middle, &number);
             }
         }
         for span in &drawn.lanes[at] {
             let span_width = (x(span.end) - x(span.start)).max(0.3);
             let hint = hint(span, &versions);
-            picture.rect(
-                class(span.activity),
-                [x(span.start), y + heights[0] + 1.0, span_width, heights[1]],
-                Some(&hint),
-            );
+            picture.rect(class(span.activity), [x(span.start), lane_y, span_width, heights[1]], Some(&hint));
         }
     }
     picture.line("axis", [LEFT, bottom], [WIDE - 12.0, bottom]);
@@ -157,15 +130,8 @@ pub fn draw(played: &Played) -> Svg {
 fn legend(picture: &mut Svg, drawn: &Drawn<'_>) {
     let spans = drawn.rows.iter().flat_map(|&row| &drawn.timeline.workers[row].spans);
     let all_spans = spans.chain(drawn.lanes.iter().flatten().copied());
-    let mut kinds: Vec<&str> = all_spans.map(|span| class(span.activity)).collect();
-    kinds.sort_unstable();
-    kinds.dedup();
-    let mut x = LEFT;
-    for (kind, name) in KINDS.iter().filter(|(kind, _)| kinds.contains(kind)) {
-        picture.rounded_rect(kind, [x, 4.0, 12.0, 12.0], 2.0);
-        picture.text("quiet small", Anchor::Start, [x + 18.0, 14.0], name);
-        x += 18.0 + width(name, 11.0) + 20.0;
-    }
+    let kinds: BTreeSet<&str> = all_spans.map(|span| class(span.activity)).collect();
+    picture.legend(LEFT, KINDS.into_iter().filter(|(kind, _)| kinds.contains(kind)));
 }
 
 /// Marks warm-up, steady state and drain; under a flush, the ends of minibatches.
@@ -372,19 +338,9 @@ pub fn table(played: &Played) -> String {
             slots(&drawn)
         );
     }
-    let mut table = Table::new(
-        "Workers, as stage.replica.",
-        &[
-            ("worker", Column::Words),
-            ("busy", Column::Numbers),
-            ("forwards", Column::Numbers),
-            ("backwards", Column::Numbers),
-            ("first start", Column::Numbers),
-            ("last end", Column::Numbers),
-            ("peak in flight", Column::Numbers),
-            ("peak memory", Column::Numbers),
-        ],
-    );
+    let header =
+        ["worker", "busy", "forwards", "backwards", "first start", "last end", "peak in flight", "peak memory"];
+    let mut table = Table::new("Workers, as stage.replica.", &header, &[1, 2, 3, 4, 5, 6, 7]);
     for &worker in &drawn.rows {
         let spans = &timeline.workers[worker].spans;
         let count = |kind: &str| spans.iter().filter(|span| class(span.activity).starts_with(kind)).count().to_string();

@@ -2,7 +2,7 @@
 
 use crate::export::escape::short;
 use crate::export::report::grid;
-use crate::export::report::markup::{Column, Table};
+use crate::export::report::markup::Table;
 use crate::export::stage_name::{layers, ranges, replicas, sparing};
 use crate::export::svg::{Anchor, Svg, width};
 use crate::plan::{Edge, Plan, Stage};
@@ -116,24 +116,10 @@ fn rows(spans: &[(u32, u32)]) -> (Vec<usize>, usize) {
 }
 
 pub fn table(plan: &Plan) -> String {
-    let mut table = Table::new(
-        "Stages. Times are per micro-batch on one replica.",
-        &[
-            ("stage", Column::Words),
-            ("ops", Column::Numbers),
-            ("layers", Column::Words),
-            ("replicas", Column::Numbers),
-            ("all-reduces", Column::Numbers),
-            ("devices", Column::Words),
-            ("forward", Column::Numbers),
-            ("backward", Column::Numbers),
-            ("weight gradients", Column::Numbers),
-            ("memory", Column::Numbers),
-            ("in flight", Column::Numbers),
-            ("versions", Column::Numbers),
-            ("sends", Column::Words),
-        ],
-    );
+    let who = ["stage", "ops", "layers", "replicas", "all-reduces", "devices"];
+    let what = ["forward", "backward", "weight gradients", "memory", "in flight", "versions", "sends"];
+    let caption = "Stages. Times are per micro-batch on one replica.";
+    let mut table = Table::new(caption, &[&who[..], &what].concat(), &[1, 3, 4, 6, 7, 8, 9, 10, 11]);
     for (at, stage) in plan.stages.iter().enumerate() {
         let sends = plan.edges.iter().filter(|edge| edge.from == stage.id);
         let sends = sends.map(|edge| format!("{} to {}", quantity::bytes(edge.bytes), edge.to.0));

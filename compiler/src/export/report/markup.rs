@@ -2,30 +2,25 @@
 
 use crate::export::escape::escape;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Column {
-    /// Left-aligned.
-    Words,
-    /// Right-aligned.
-    Numbers,
-}
-
 /// An HTML table under construction. Cells are plain text and are escaped here.
 #[derive(Clone, Debug)]
 pub struct Table {
-    columns: Vec<Column>,
+    /// For each column, true if it is aligned to the right.
+    right: Vec<bool>,
     head: String,
     body: String,
 }
 
 impl Table {
-    pub fn new(caption: &str, columns: &[(&str, Column)]) -> Table {
+    /// The columns in `right` are aligned to the right.
+    pub fn new(caption: &str, header: &[&str], right: &[usize]) -> Table {
+        let right: Vec<bool> = (0..header.len()).map(|at| right.contains(&at)).collect();
         let mut head = format!("<caption>{}</caption><thead><tr>", escape(caption));
-        for (name, column) in columns {
-            head += &format!("<th scope=\"col\"{}>{}</th>", class(*column), escape(name));
+        for (name, is_right) in header.iter().zip(&right) {
+            head += &format!("<th scope=\"col\"{}>{}</th>", class(*is_right), escape(name));
         }
         head += "</tr></thead>";
-        Table { columns: columns.iter().map(|(_, column)| *column).collect(), head, body: String::new() }
+        Table { right, head, body: String::new() }
     }
 
     /// Adds a row; its first cell is the row header.
@@ -35,16 +30,16 @@ impl Table {
 
     pub fn marked_row<T: AsRef<str>>(&mut self, mark: &str, cells: &[T]) {
         self.body += &if mark.is_empty() { "<tr>".to_string() } else { format!("<tr class=\"{mark}\">") };
-        for (at, (cell, column)) in cells.iter().zip(&self.columns).enumerate() {
+        for (at, (cell, is_right)) in cells.iter().zip(&self.right).enumerate() {
             let (tag, scope) = if at == 0 { ("th", " scope=\"row\"") } else { ("td", "") };
-            self.body += &format!("<{tag}{scope}{}>{}</{tag}>", class(*column), escape(cell.as_ref()));
+            self.body += &format!("<{tag}{scope}{}>{}</{tag}>", class(*is_right), escape(cell.as_ref()));
         }
         self.body += "</tr>";
     }
 
     /// Adds a row with one cell over all columns.
     pub fn line(&mut self, mark: &str, text: &str) {
-        let span = self.columns.len();
+        let span = self.right.len();
         self.body += &format!("<tr class=\"{mark}\"><td colspan=\"{span}\">{}</td></tr>", escape(text));
     }
 
@@ -53,11 +48,8 @@ impl Table {
     }
 }
 
-fn class(column: Column) -> &'static str {
-    match column {
-        Column::Words => "",
-        Column::Numbers => " class=\"n\"",
-    }
+fn class(is_right: bool) -> &'static str {
+    if is_right { " class=\"n\"" } else { "" }
 }
 
 pub fn paragraph(class: &str, text: &str) -> String {

@@ -5,9 +5,10 @@
 
 use crate::export::axis::Unit;
 use crate::export::plot::{Curve, HorizontalAxis, Plot};
-use crate::export::report::markup::{Column, Table, figure, paragraph};
+use crate::export::report::markup::{Table, figure, paragraph};
 use crate::export::report::{Measured, MeasuredOrder, MeasuredPlace};
 use crate::plan::Plan;
+use crate::plan::device_memory::held;
 use crate::text::name::short_name;
 use crate::text::quantity;
 use serde::Deserialize;
@@ -301,13 +302,7 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
 fn table(plan: &Plan, measured: &Measured, step_us: f64, is_other: bool) -> String {
     let caption = "Predicted and measured. Stage times are per micro-batch on the slowest replica; memory is the peak \
                    per device, over all stages on the same devices.";
-    let columns = [
-        ("what", Column::Words),
-        ("predicted", Column::Numbers),
-        ("measured", Column::Numbers),
-        ("ratio", Column::Numbers),
-    ];
-    let mut table = Table::new(caption, &columns);
+    let mut table = Table::new(caption, &["what", "predicted", "measured", "ratio"], &[1, 2, 3]);
     let mut row = |what: String, predicted: f64, actual: f64, tell: &dyn Fn(f64) -> String| {
         let is_comparable = predicted > 0.0 && !is_other;
         let ratio = if is_comparable { quantity::short(actual / predicted) } else { String::new() };
@@ -323,21 +318,15 @@ fn table(plan: &Plan, measured: &Measured, step_us: f64, is_other: bool) -> Stri
     }
     // A worker reports the memory of all its stages together.
     let bytes = |bytes: f64| quantity::bytes(bytes as u64);
-    for (at, stage) in plan.stages.iter().enumerate() {
-        let mut same_devices = (0..plan.stages.len()).filter(|&other| plan.stages[other].devices == stage.devices);
-        if same_devices.clone().next() != Some(at) {
-            continue;
-        }
-        let peak =
-            measured.stages.iter().filter(|actual| same_devices.clone().any(|other| other == actual.stage as usize));
+    for device in held(plan) {
+        let peak = measured.stages.iter().filter(|actual| device.stages.contains(&(actual.stage as usize)));
         let Some(peak) = peak.map(|actual| actual.peak_memory_bytes).max() else { continue };
-        let planned = same_devices.clone().fold(0u64, |sum, other| sum.saturating_add(plan.stages[other].memory.total));
-        let names: Vec<String> = same_devices.by_ref().map(|other| other.to_string()).collect();
+        let names: Vec<String> = device.stages.iter().map(usize::to_string).collect();
         let what = match &names[..] {
             [one] => format!("stage {one}, peak memory"),
             names => format!("stages {} together, peak memory", names.join(", ")),
         };
-        row(what, planned as f64, peak as f64, &bytes);
+        row(what, device.memory.total as f64, peak as f64, &bytes);
     }
     table.html()
 }

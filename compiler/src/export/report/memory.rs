@@ -2,7 +2,7 @@
 
 use crate::export::axis::{Axis, Unit};
 use crate::export::escape::short;
-use crate::export::report::markup::{Column, Table};
+use crate::export::report::markup::Table;
 use crate::export::svg::{Anchor, Svg, width};
 use crate::plan::device_memory::{DeviceMemory, held};
 use crate::plan::{Plan, StageMemory};
@@ -59,17 +59,10 @@ pub fn draw(plan: &Plan) -> Svg {
     let left = LEFT.max(longest + 24.0);
     let span = WIDE - left - RIGHT;
     let x = |bytes: f64| left + span * axis.share(bytes);
-    let mut key = left;
     let is_used = |part: usize| memories.iter().any(|bar| parts(&bar.memory)[part].1 > 0);
-    for (at, (name, _)) in parts(&StageMemory::default()).iter().enumerate().filter(|(at, _)| is_used(*at)) {
-        picture.rounded_rect(&format!("s{at}"), [key, 4.0, 12.0, 12.0], 2.0);
-        picture.text("quiet small", Anchor::Start, [key + 18.0, 14.0], name);
-        key += 18.0 + width(name, 11.0) + 20.0;
-    }
-    for (value, label) in &axis.ticks {
-        picture.line("grid", [x(*value), TOP - 6.0], [x(*value), bottom]);
-        picture.text("quiet small figure", Anchor::Middle, [x(*value), bottom + 17.0], label);
-    }
+    let used = parts(&StageMemory::default()).into_iter().enumerate().filter(|(at, _)| is_used(*at));
+    picture.legend(left, used.map(|(at, (name, _))| (format!("s{at}"), name)));
+    picture.vertical_grid(&axis, &x, [TOP - 6.0, bottom]);
     for (at, bar) in bars.iter().enumerate() {
         let y = TOP + pitch * at as f64;
         let middle = y + height / 2.0 + 4.0;
@@ -105,10 +98,9 @@ pub fn table(plan: &Plan) -> String {
         Some(limit) => format!("Bytes per device of each stage; the limit is {}.", quantity::bytes(limit.0)),
         None => "Bytes per device of each stage; no limit was set.".to_string(),
     };
-    let mut columns = vec![("stage", Column::Words)];
-    columns.extend(parts(&StageMemory::default()).iter().map(|(name, _)| (*name, Column::Numbers)));
-    columns.extend([("total", Column::Numbers), ("of the limit", Column::Numbers)]);
-    let mut table = Table::new(&caption, &columns);
+    let names = parts(&StageMemory::default()).map(|(name, _)| name);
+    let header = [&["stage"][..], &names, &["total", "of the limit"]].concat();
+    let mut table = Table::new(&caption, &header, &(1..header.len()).collect::<Vec<_>>());
     for bar in held(plan) {
         let mut cells = vec![bar.stages.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")];
         cells.extend(parts(&bar.memory).iter().map(|(_, bytes)| quantity::bytes(*bytes)));

@@ -2,7 +2,7 @@
 
 use crate::export::axis::{Axis, Unit};
 use crate::export::report::Played;
-use crate::export::report::markup::{Column, Table, paragraph};
+use crate::export::report::markup::{Table, paragraph};
 use crate::export::svg::{Anchor, Svg};
 use crate::text::quantity;
 
@@ -39,10 +39,7 @@ pub fn draw(played: &Played) -> Option<Svg> {
     let mut picture = Svg::new(WIDE, bottom + 28.0, "Memory over time");
     let axis = Axis::of(timeline.makespan, 10, Unit::Time);
     let x = |time: f64| LEFT + (WIDE - LEFT - RIGHT) * axis.share(time);
-    for (value, label) in &axis.ticks {
-        picture.line("grid", [x(*value), 8.0], [x(*value), bottom]);
-        picture.text("quiet small figure", Anchor::Middle, [x(*value), bottom + 17.0], label);
-    }
+    picture.vertical_grid(&axis, &x, [8.0, bottom]);
     let max_bytes = workers.iter().map(|&worker| timeline.peak_memory(worker)).max().unwrap_or(0).max(1) as f64;
     for (at, &worker) in workers.iter().enumerate() {
         let base = 8.0 + pitch * at as f64 + height;
@@ -90,15 +87,8 @@ fn thin_out(points: &[(f64, u64)], makespan: f64, max_points: usize) -> Vec<(f64
 
 pub fn table(played: &Played) -> String {
     let workers = workers(played);
-    let mut table = Table::new(
-        "The first replica of each rank.",
-        &[
-            ("worker", Column::Words),
-            ("at the start", Column::Numbers),
-            ("most", Column::Numbers),
-            ("peak at", Column::Numbers),
-        ],
-    );
+    let header = ["worker", "at the start", "most", "peak at"];
+    let mut table = Table::new("The first replica of each rank.", &header, &[1, 2, 3]);
     for &worker in &workers {
         let points = &played.timeline.memory[worker];
         let peak = played.timeline.peak_memory(worker);

@@ -3,7 +3,7 @@
 use crate::export::report::Report;
 use crate::export::report::markup::list;
 use crate::plan::Plan;
-use crate::plan::problem::{CostModel, Objective};
+use crate::plan::problem::Objective;
 use crate::profile::Method;
 use serde_json::Value;
 
@@ -30,7 +30,7 @@ pub fn provenance(report: &Report<'_>) -> String {
         ("profile SHA-256", or_none(&plan.profile.sha256)),
         ("SHA-256 of this plan", or_none(&report.plan_sha256)),
         ("schema", plan.schema.clone()),
-        ("cost model", cost(plan.cost).to_string()),
+        ("cost model", plan.cost.name().to_string()),
         ("objective", objective.to_string()),
         ("partitioner", partitioner(plan)),
         ("states explored", crate::text::quantity::count(plan.search.states)),
@@ -60,16 +60,6 @@ fn partitioner(plan: &Plan) -> String {
 
 /// Options that constrain the plans searched.
 const CONSTRAINTS: [&str; 7] = ["stages", "cut_after", "pin", "max_stages", "no_replication", "target", "in_flight"];
-
-fn cost(cost: CostModel) -> &'static str {
-    match cost {
-        CostModel::Paper => "paper",
-        CostModel::Pipedream => "pipedream",
-        CostModel::Pipec => "pipec",
-        CostModel::Load => "load",
-        CostModel::Hybrid => "hybrid",
-    }
-}
 
 fn import(plan: &Plan) -> String {
     let import = &plan.model.import;

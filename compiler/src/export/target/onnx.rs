@@ -9,13 +9,12 @@ use super::nodes::{self, assign_stages};
 use super::payloads::{self, INLINE};
 use super::refusal::Refusal;
 use super::{Bundle, ExportInput, fit};
-use crate::import::onnx::decode;
-use crate::import::onnx::file;
 use crate::import::onnx::model::OnnxModel;
 use crate::import::onnx::name::unique_names;
 use crate::import::onnx::proto::{
     DeviceConfigurationProto, ModelProto, NodeDeviceConfigurationProto, StringStringEntryProto,
 };
+use crate::import::onnx::{decode, file};
 use crate::plan::{Plan, Stage};
 use prost::Message;
 use serde_json::json;

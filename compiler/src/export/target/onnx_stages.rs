@@ -22,8 +22,7 @@ use crate::import::onnx::lower::weight::dtype_of;
 use crate::import::onnx::model::{OnnxModel, ValueInfo};
 use crate::import::onnx::name::unique_names;
 use crate::import::onnx::proto::tensor_proto::DataType;
-use crate::import::onnx::proto::tensor_shape_proto::Dimension;
-use crate::import::onnx::proto::tensor_shape_proto::dimension;
+use crate::import::onnx::proto::tensor_shape_proto::{Dimension, dimension};
 use crate::import::onnx::proto::type_proto::{self, Tensor as TensorType};
 use crate::import::onnx::proto::{GraphProto, ModelProto, NodeProto, TensorShapeProto, TypeProto, ValueInfoProto};
 use crate::tensor::dim::{Bindings, Dim};
@@ -46,14 +45,14 @@ pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let imported = fit::model(input)?;
     let (mut proto, model) = read(imported.path)?;
     let staged = assign_stages(plan, &imported.model.graph, &model)?;
-    let cut = Cut::new(&model, &staged.stages, plan.stages.len())?;
-    let between: BTreeSet<&str> = cut.stages.iter().flat_map(|stage| stage.outputs.iter().copied()).collect();
+    let stages = cut(&model, &staged.stages, plan.stages.len())?;
+    let between: BTreeSet<&str> = stages.iter().flat_map(|stage| stage.outputs.iter().copied()).collect();
     let types = types(&proto, &model, imported, &between)?;
     let mut bundle = Bundle::default();
     let mut entries = Vec::new();
     let graph = proto.graph.take().unwrap_or_default();
     let parts = Parts::of(&proto, &graph, &model);
-    for (at, stage) in cut.stages.iter().enumerate() {
+    for (at, stage) in stages.iter().enumerate() {
         let name = format!("stage_{at}.onnx");
         let mut stage_model = parts.stage(&model, stage, &types, at);
         describe(&mut stage_model, plan);
@@ -96,76 +95,66 @@ struct Stage<'a> {
     reads: BTreeSet<&'a str>,
 }
 
-struct Cut<'a> {
-    stages: Vec<Stage<'a>>,
-}
-
-impl<'a> Cut<'a> {
-    /// Assigns nodes to stages, with copies of the constant nodes they read.
-    fn new(model: &'a OnnxModel, stages: &[Option<u32>], count: usize) -> Result<Cut<'a>, Refusal> {
-        let mut producer_of: HashMap<&str, usize> = HashMap::new();
-        for (at, node) in model.nodes.iter().enumerate() {
-            producer_of.extend(node.outputs.iter().filter(|name| !name.is_empty()).map(|name| (name.as_str(), at)));
+/// Assigns nodes to stages, with copies of the constant nodes they read.
+fn cut<'a>(model: &'a OnnxModel, stages: &[Option<u32>], count: usize) -> Result<Vec<Stage<'a>>, Refusal> {
+    let mut producer_of: HashMap<&str, usize> = HashMap::new();
+    for (at, node) in model.nodes.iter().enumerate() {
+        producer_of.extend(node.outputs.iter().filter(|name| !name.is_empty()).map(|name| (name.as_str(), at)));
+    }
+    let inputs: BTreeSet<&str> = model.inputs.iter().map(|input| input.name.as_str()).collect();
+    let last = count.saturating_sub(1) as u32;
+    let mut cut: Vec<Stage<'a>> = Vec::with_capacity(count);
+    let mut nodes_of_stage: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); count];
+    for (at, stage) in stages.iter().enumerate() {
+        if let Some(nodes) = stage.and_then(|stage| nodes_of_stage.get_mut(stage as usize)) {
+            nodes.insert(at);
         }
-        let inputs: BTreeSet<&str> = model.inputs.iter().map(|input| input.name.as_str()).collect();
-        let last = count.saturating_sub(1) as u32;
-        let mut cut = Cut { stages: Vec::with_capacity(count) };
-        let mut nodes_of_stage: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); count];
-        for (at, stage) in stages.iter().enumerate() {
-            if let Some(nodes) = stage.and_then(|stage| nodes_of_stage.get_mut(stage as usize)) {
-                nodes.insert(at);
-            }
+    }
+    for (stage, mut nodes) in (0u32..).zip(nodes_of_stage) {
+        let mut part = Stage::default();
+        let mut open: Vec<usize> = nodes.iter().copied().collect();
+        // Outputs that depend only on constants are computed by the last stage.
+        let constant = |at: &usize| stages[*at].is_none();
+        if stage == last {
+            let results = model.outputs.iter().filter_map(|output| producer_of.get(output.name.as_str()).copied());
+            open.extend(results.filter(constant).filter(|at| nodes.insert(*at)));
         }
-        for (stage, mut nodes) in (0u32..).zip(nodes_of_stage) {
-            let mut part = Stage::default();
-            let mut open: Vec<usize> = nodes.iter().copied().collect();
-            // Outputs that depend only on constants are computed by the last stage.
-            let constant = |at: &usize| stages[*at].is_none();
-            if stage == last {
-                let results = model.outputs.iter().filter_map(|output| producer_of.get(output.name.as_str()).copied());
-                open.extend(results.filter(constant).filter(|at| nodes.insert(*at)));
-            }
-            while let Some(at) = open.pop() {
-                for name in reads(&model.nodes[at]) {
-                    part.reads.insert(name);
-                    match producer_of.get(name) {
-                        Some(&producer) => match stages[producer] {
-                            None => open.extend(nodes.insert(producer).then_some(producer)),
-                            Some(producer_stage) if producer_stage != stage => {
-                                part.inputs.insert(name, Some(producer_stage));
-                            }
-                            Some(_) => {}
-                        },
-                        None if inputs.contains(name) => {
-                            part.inputs.insert(name, None);
+        while let Some(at) = open.pop() {
+            for name in reads(&model.nodes[at]) {
+                part.reads.insert(name);
+                match producer_of.get(name) {
+                    Some(&producer) => match stages[producer] {
+                        None => open.extend(nodes.insert(producer).then_some(producer)),
+                        Some(producer_stage) if producer_stage != stage => {
+                            part.inputs.insert(name, Some(producer_stage));
                         }
-                        None => {}
+                        Some(_) => {}
+                    },
+                    None if inputs.contains(name) => {
+                        part.inputs.insert(name, None);
                     }
+                    None => {}
                 }
             }
-            part.nodes = nodes.into_iter().collect();
-            cut.stages.push(part);
         }
-        let crossing: Vec<(&str, u32)> = cut
-            .stages
-            .iter()
-            .flat_map(|stage| &stage.inputs)
-            .filter_map(|(name, from)| Some((*name, (*from)?)))
-            .collect();
-        let results = model.outputs.iter().map(|output| {
-            let producer = producer_of.get(output.name.as_str());
-            let stage = producer.map(|at| stages[*at].unwrap_or(last));
-            stage.map(|stage| (output.name.as_str(), stage)).ok_or_else(|| Refusal::Model {
-                what: format!("no node computes result `{}`, an input or a constant", short_name(&output.name)),
-            })
-        });
-        for (name, stage) in crossing.into_iter().map(Ok).chain(results).collect::<Result<Vec<_>, Refusal>>()? {
-            if let Some(stage) = cut.stages.get_mut(stage as usize) {
-                stage.outputs.insert(name);
-            }
-        }
-        Ok(cut)
+        part.nodes = nodes.into_iter().collect();
+        cut.push(part);
     }
+    let crossing: Vec<(&str, u32)> =
+        cut.iter().flat_map(|stage| &stage.inputs).filter_map(|(name, from)| Some((*name, (*from)?))).collect();
+    let results = model.outputs.iter().map(|output| {
+        let producer = producer_of.get(output.name.as_str());
+        let stage = producer.map(|at| stages[*at].unwrap_or(last));
+        stage.map(|stage| (output.name.as_str(), stage)).ok_or_else(|| Refusal::Model {
+            what: format!("no node computes result `{}`, an input or a constant", short_name(&output.name)),
+        })
+    });
+    for (name, stage) in crossing.into_iter().map(Ok).chain(results).collect::<Result<Vec<_>, Refusal>>()? {
+        if let Some(stage) = cut.get_mut(stage as usize) {
+            stage.outputs.insert(name);
+        }
+    }
+    Ok(cut)
 }
 
 /// The parts of the source file from which stage models are built.

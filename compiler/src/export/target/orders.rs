@@ -1,9 +1,8 @@
 //! The schedule of one pipeline replica as the compute-only table of torch's pipeline runtime; see
 //! [`crate::schedule::formats::csv`].
 
-use super::ExportInput;
-use super::fit;
 use super::refusal::Refusal;
+use super::{ExportInput, fit};
 use crate::plan::schedule::Schedule;
 use crate::schedule::formats::csv::csv;
 use crate::schedule::generators::schedule;

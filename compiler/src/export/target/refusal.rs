@@ -6,7 +6,6 @@ use crate::schedule::ScheduleError;
 use crate::text::name::short_name;
 
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum Refusal {
     #[error("the plan is for a published instance, whose nodes have times and names but no model")]
     Instance,

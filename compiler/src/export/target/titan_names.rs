@@ -35,7 +35,7 @@ pub struct Named {
 }
 
 pub fn rename_modules(parts: Vec<Vec<String>>, tool: &'static str) -> Result<Named, Refusal> {
-    let Some(wrapper) = wrapper(&parts) else {
+    let Some((list, wrapper)) = nested_list(&parts) else {
         are_shallow(&parts, tool)?;
         return Ok(Named { parts, note: None });
     };
@@ -46,8 +46,8 @@ pub fn rename_modules(parts: Vec<Vec<String>>, tool: &'static str) -> Result<Nam
     for (stage, modules) in (0u32..).zip(&parts) {
         let mut names = Vec::with_capacity(modules.len());
         for module in modules {
-            let inner = module.strip_prefix(&wrapper.prefix).unwrap_or(module);
-            let name = match numbered(module).filter(|(list, _)| *list == wrapper.list) {
+            let inner = module.strip_prefix(wrapper).unwrap_or(module);
+            let name = match numbered(module).filter(|(of, _)| *of == list) {
                 Some((_, number)) => format!("{LAYERS}.{number}"),
                 None => match KNOWN.iter().find(|(_, others)| others.contains(&inner)) {
                     Some((name, _)) => name.to_string(),
@@ -71,27 +71,18 @@ pub fn rename_modules(parts: Vec<Vec<String>>, tool: &'static str) -> Result<Nam
     if is_rotary {
         renamed.iter_mut().for_each(|names| names.push(ROTARY.to_string()));
     }
-    Ok(Named { note: Some(note(&wrapper, &unknown, tool)), parts: renamed })
+    Ok(Named { note: Some(note(list, &unknown, tool)), parts: renamed })
 }
 
-/// The list of layers in a wrapper module.
-struct Wrapper {
-    list: String,
-    /// The path of the wrapper, with a dot at its end.
-    prefix: String,
-}
-
-/// The wrapper of the nested list with the most items; ties are broken by name.
-fn wrapper(parts: &[Vec<String>]) -> Option<Wrapper> {
+/// The nested list with the most items, and the path of its wrapper with a dot at the end; ties are broken by name.
+fn nested_list(parts: &[Vec<String>]) -> Option<(&str, &str)> {
     let lists = parts.iter().flatten().filter_map(|module| numbered(module)).map(|(list, _)| list);
     let (list, _) = longest(lists.filter(|list| list.contains('.')))?;
-    let prefix = list.rsplit_once('.').map(|(wrapper, _)| format!("{wrapper}."))?;
-    Some(Wrapper { list: list.to_string(), prefix })
+    Some((list, &list[..=list.rfind('.')?]))
 }
 
-fn note(wrapper: &Wrapper, unknown: &[String], tool: &str) -> String {
-    let renamed =
-        format!("modules have the names of {tool}'s models: `{}.0` is `{LAYERS}.0`", short_name(&wrapper.list));
+fn note(list: &str, unknown: &[String], tool: &str) -> String {
+    let renamed = format!("modules have the names of {tool}'s models: `{}.0` is `{LAYERS}.0`", short_name(list));
     let names: Vec<String> = unknown.iter().take(8).map(|name| format!("`{}`", short_name(name))).collect();
     match names.is_empty() {
         true => renamed,

@@ -9,10 +9,9 @@
 //! torch sends tensors only to the next stage and trains copies of tied weights independently. `split.py` forwards skip
 //! tensors through the stages between, and `runtime.py` sums the gradients of tied weights.
 
-use super::nodes;
 use super::orders::{Order, order};
 use super::refusal::Refusal;
-use super::{Bundle, ExportInput, fit};
+use super::{Bundle, ExportInput, fit, nodes};
 use crate::plan::Plan;
 use crate::plan::problem::Target;
 use crate::text::name::short_name;

@@ -102,10 +102,6 @@ pub const EXPLICIT: i32 = 3;
 const PROCESS: u64 = 1;
 
 pub fn protobuf(trace: &Trace<'_>) -> Vec<u8> {
-    file(trace).encode_to_vec()
-}
-
-fn file(trace: &Trace<'_>) -> File {
     let process = Track {
         uuid: Some(PROCESS),
         process: Some(Process { pid: Some(1), process_name: Some(trace.run.to_string()) }),
@@ -148,7 +144,7 @@ fn file(trace: &Trace<'_>) -> File {
         track_event: Some(event),
         ..packet.clone()
     });
-    File { packet: tracks.chain(events).collect() }
+    File { packet: tracks.chain(events).collect() }.encode_to_vec()
 }
 
 /// Adds a track below the process track and returns its id.
