@@ -14,7 +14,6 @@
 //! With fewer key heads than query heads, consecutive query heads share one (Ainslie et al., GQA, 2023).
 
 use super::broadcast::{broadcast_indices, broadcast_shapes};
-use super::layer_norm::check_same;
 use super::sample::{ramp, run};
 use super::*;
 
@@ -72,18 +71,13 @@ impl Attention {
         if self.causal && self.empty == EmptyRow::Mean {
             return Err(FactError::Attribute("a causal query always sees a key, so there is no mean of all".into()));
         }
-        if !query.dtype.is_float() {
-            return Err(FactError::DType { what: "the query", expected: "a float".into(), got: query.dtype });
-        }
+        check_float("the query", query)?;
         if query.rank() < 3 {
             return Err(FactError::Rank { what: "the query", expected: "at least 3".into(), got: query.rank() });
         }
         let heads = query.rank() - 3;
         for (fact, what) in [(key, "the key"), (value, "the value")] {
-            if fact.dtype != query.dtype {
-                let expected = format!("{}, as the query", query.dtype);
-                return Err(FactError::DType { what, expected, got: fact.dtype });
-            }
+            check_like(what, fact, query, "the query")?;
             if fact.rank() != query.rank() {
                 let expected = format!("{}, as the query", query.rank());
                 return Err(FactError::Rank { what, expected, got: fact.rank() });
@@ -91,8 +85,11 @@ impl Attention {
         }
         let check_equal = |left_name, left: &[Dim], right_name, right: &[Dim]| {
             let text = broadcast::shape_text;
-            let mismatch = || FactError::Mismatch { left_name, left: text(left), right_name, right: text(right) };
-            (left == right).then_some(()).ok_or_else(mismatch)
+            if left == right {
+                Ok(())
+            } else {
+                Err(FactError::mismatch(left_name, text(left), right_name, text(right)))
+            }
         };
         check_equal("the leading shape of the query", &query.shape[..heads], "that of the key", &key.shape[..heads])?;
         let head_axis = heads + 2;
@@ -111,10 +108,8 @@ impl Attention {
         scores.push(key.shape[heads + 1].clone());
         let extras = self.extras(0, optional_facts.len())?;
         if let Some(mask) = extras.mask.map(|at| optional_facts[at]) {
-            if mask.dtype != DType::Bool && mask.dtype != query.dtype {
-                let expected = format!("bool or {}", query.dtype);
-                return Err(FactError::DType { what: "the mask", expected, got: mask.dtype });
-            }
+            let is_supported = mask.dtype == DType::Bool || mask.dtype == query.dtype;
+            check_dtype(is_supported, "the mask", &format!("bool or {}", query.dtype), mask)?;
             check_equal(
                 "the shape of mask and scores",
                 &broadcast_shapes(&mask.shape, &scores)?,
@@ -202,20 +197,14 @@ impl Attention {
     }
 
     /// The op of a device, for a strategy that splits the query, input `query`, along an example or head axis.
-    fn part(
-        &self,
-        strategy: &Strategy,
-        context: &LocalContext<'_>,
-        query: usize,
-        out: &mut dyn Emit,
-    ) -> (Attention, Value) {
+    fn part<'b>(&self, strategy: &Strategy, context: &LocalContext<'b>, query: usize) -> (Attention, Expr<'b>) {
         let Sharding::Split(cut) = strategy.inputs[query] else { unreachable!("an axis of the query is sharded") };
-        let sizes = |value: usize| out.fact(context.inputs[value]).concrete().expect("sizes are known under sharding");
+        let sizes = |value: usize| context.inputs[value].fact().concrete().expect("sizes are known under sharding");
         let (query_shape, key_shape) = (sizes(query), sizes(query + 1));
         let run =
             query_shape[cut.axis..query_shape.len() - 1].iter().product::<usize>() * key_shape[key_shape.len() - 2];
         let part = Attention { part: Some(DropoutShard { run, devices: context.devices }), ..*self };
-        (part, collective::device(out, context.devices))
+        (part, context.inputs[query].device(context.devices))
     }
 }
 
@@ -236,17 +225,15 @@ impl OpRule for Attention {
     }
 
     // dq, dk, dv = AttentionGrad(do, q, k, v, o, lse, …)
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         let mut gradients = vec![None; context.inputs.len()];
         let Some(dy) = context.d_outputs[0] else { return gradients };
         let mut inputs = vec![dy];
         inputs.extend(&context.inputs[..3]);
         inputs.extend(context.outputs);
         inputs.extend(&context.inputs[3..]);
-        let input_gradients = out.emit_all(Op::AttentionGrad(AttentionGrad { forward: *self }), &inputs);
-        for (slot, gradient) in input_gradients.into_iter().enumerate().filter(|(slot, _)| context.wanted[*slot]) {
-            gradients[slot] = Some(gradient);
-        }
+        let of_tensors = emit_all(Op::AttentionGrad(AttentionGrad { forward: *self }), &inputs);
+        gradients[..3].copy_from_slice(&context.wanted_of(of_tensors));
         gradients
     }
 
@@ -262,9 +249,9 @@ impl OpRule for Attention {
         self.list_strategies(rank, &tensors, &[false, true, true], &[false, false], &inputs[1].shape[rank - 3])
     }
 
-    fn write_part(&self, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let (part, device) = self.part(strategy, context, 0, out);
-        out.emit_all(Op::Attention(part), &[context.inputs, &[device]].concat())
+    fn write_part<'b>(&self, strategy: &Strategy, context: &LocalContext<'b>) -> Vec<Expr<'b>> {
+        let (part, device) = self.part(strategy, context, 0);
+        emit_all(Op::Attention(part), &[context.inputs, &[device]].concat())
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -320,9 +307,9 @@ impl OpRule for AttentionGrad {
         self.forward.list_strategies(rank, &tensors, &shared, &[false, true, true], &inputs[2].shape[rank - 3])
     }
 
-    fn write_part(&self, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let (forward, device) = self.forward.part(strategy, context, 1, out);
-        out.emit_all(Op::AttentionGrad(AttentionGrad { forward }), &[context.inputs, &[device]].concat())
+    fn write_part<'b>(&self, strategy: &Strategy, context: &LocalContext<'b>) -> Vec<Expr<'b>> {
+        let (forward, device) = self.forward.part(strategy, context, 1);
+        emit_all(Op::AttentionGrad(AttentionGrad { forward }), &[context.inputs, &[device]].concat())
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

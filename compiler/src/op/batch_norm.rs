@@ -3,7 +3,7 @@
 //! The formulas are those of [`super::layer_norm`], with means over all elements of a channel (batch and spatial axes)
 //! and one scale and bias per channel. Gradients of the statistics are ignored. An empty batch has NaN statistics.
 
-use super::layer_norm::{check_same, statistic_type};
+use super::layer_norm::statistic_type;
 use super::sample::{ramp, run};
 use super::*;
 
@@ -13,7 +13,7 @@ impl OpRule for BatchNorm {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x, scale, bias] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
+        let [x, scale, bias] = arity(inputs)?;
         let channels = per_channel(x, scale)?;
         check_same("the scale", scale, "one value a channel", &channels)?;
         check_same("the bias", bias, "one value a channel", &channels)?;
@@ -26,12 +26,11 @@ impl OpRule for BatchNorm {
     }
 
     // dx, dscale, dbias = BatchNormGrad(dy, x, scale, mean, rstd)
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         let Some(dy) = context.d_outputs[0] else { return vec![None; 3] };
-        let grad = Op::BatchNormGrad(BatchNormGrad {});
-        let gradients =
-            out.emit_all(grad, &[dy, context.inputs[0], context.inputs[1], context.outputs[1], context.outputs[3]]);
-        gradients.into_iter().zip(context.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
+        let (inputs, outputs) = (context.inputs, context.outputs);
+        let saved = [dy, inputs[0], inputs[1], outputs[1], outputs[3]];
+        context.wanted_of(emit_all(Op::BatchNormGrad(BatchNormGrad {}), &saved))
     }
 
     fn takes_gradient(&self, output: usize) -> bool {
@@ -69,9 +68,7 @@ impl OpRule for BatchNormGrad {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [dy, x, scale, mean, rstd] = inputs else {
-            return Err(FactError::Arity { expected: 5, got: inputs.len() });
-        };
+        let [dy, x, scale, mean, rstd] = arity(inputs)?;
         let channels = per_channel(x, scale)?;
         check_same("the output gradient", dy, "the input", x)?;
         check_same("the scale", scale, "one value a channel", &channels)?;
@@ -118,9 +115,7 @@ impl OpRule for BatchNormGrad {
 }
 
 fn per_channel(x: &Fact, scale: &Fact) -> Result<Fact, FactError> {
-    if !x.dtype.is_float() {
-        return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
-    }
+    check_float("the input", x)?;
     match x.shape.get(1) {
         Some(channels) => Ok(Fact::new(statistic_type(x, scale), vec![channels.clone()])),
         None => {

@@ -9,15 +9,11 @@ impl OpRule for BitCast {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
-        if x.dtype.size() != self.to.size() {
-            let expected = format!("a type of {} bytes, as {}", self.to.size(), self.to);
-            return Err(FactError::DType { what: "the input", expected, got: x.dtype });
-        }
+        let [x] = arity(inputs)?;
+        let size = self.to.size();
+        check_dtype(x.dtype.size() == size, "the input", &format!("a type of {size} bytes, as {}", self.to), x)?;
         // A `bool` must be 0 or 1, so other bytes would be invalid.
-        if self.to == DType::Bool && x.dtype != DType::Bool {
-            return Err(FactError::DType { what: "the input", expected: "bool, as the result".into(), got: x.dtype });
-        }
+        check_dtype(self.to != DType::Bool || x.dtype == DType::Bool, "the input", "bool, as the result", x)?;
         Ok(vec![Fact::new(self.to, x.shape.clone())])
     }
 

@@ -9,15 +9,15 @@ impl OpRule for Broadcast {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        let [x] = arity(inputs)?;
         check_sizes("broadcast", &self.shape)?;
         if broadcast_shapes(&x.shape, &self.shape)? != self.shape {
-            return Err(FactError::Mismatch {
-                left_name: "the input shape",
-                left: shape_text(&x.shape),
-                right_name: "the target shape",
-                right: shape_text(&self.shape),
-            });
+            return Err(FactError::mismatch(
+                "the input shape",
+                shape_text(&x.shape),
+                "the target shape",
+                shape_text(&self.shape),
+            ));
         }
         Ok(vec![Fact::new(x.dtype, self.shape.clone())])
     }
@@ -27,13 +27,9 @@ impl OpRule for Broadcast {
     }
 
     // dx = Σ dy over the broadcast axes
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let x = out.fact(context.inputs[0]);
-        if !x.dtype.is_float() {
-            return vec![None];
-        }
-        let dy = context.dy();
-        vec![Some(sum_to(out, dy, &x))]
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let x = context.inputs[0];
+        vec![x.is_float().then(|| context.dy().sum_to(x))]
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
@@ -72,36 +68,30 @@ pub fn broadcast_shapes(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, FactError> {
             match (da == db || db.is(1), da.is(1)) {
                 (true, _) => Ok(da.clone()),
                 (false, true) => Ok(db.clone()),
-                (false, false) => Err(FactError::Mismatch {
-                    left_name: "one shape",
-                    left: shape_text(a),
-                    right_name: "the other",
-                    right: format!("{}, which does not broadcast with it", shape_text(b)),
-                }),
+                (false, false) => Err(FactError::mismatch(
+                    "one shape",
+                    shape_text(a),
+                    "the other",
+                    format!("{}, which does not broadcast with it", shape_text(b)),
+                )),
             }
         })
         .collect()
 }
 
-/// Reduces the gradient `value` to the shape of `target`, summing over the broadcast axes. Returns `value` if the
-/// shapes are equal.
-pub fn sum_to(out: &mut dyn Emit, value: Value, target: &Fact) -> Value {
-    let from = out.fact(value);
-    if from.shape == target.shape {
-        return value;
+impl<'b> Expr<'b> {
+    /// Reduces a gradient to the shape of `target`, summing over the broadcast axes; itself if the shapes are equal.
+    pub fn sum_to(self, target: Expr<'b>) -> Expr<'b> {
+        let (from, target) = (self.shape(), target.shape());
+        if from == target {
+            return self;
+        }
+        let leading = from.len() - target.len();
+        let is_summed = |axis: &usize| !from[*axis].is(1) && (*axis < leading || target[axis - leading].is(1));
+        let axes: Vec<usize> = (0..from.len()).filter(is_summed).collect();
+        let sum = if axes.is_empty() { self } else { self.reduce(ReduceKind::Sum, axes, true) };
+        if leading > 0 { sum.reshape(target) } else { sum }
     }
-    let leading = from.rank() - target.rank();
-    let axes: Vec<usize> = (0..from.rank())
-        .filter(|&axis| !from.shape[axis].is(1) && (axis < leading || target.shape[axis - leading].is(1)))
-        .collect();
-    let mut sum = value;
-    if !axes.is_empty() {
-        sum = out.emit(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes, keep: true }), &[sum]);
-    }
-    if leading > 0 {
-        sum = out.emit(Op::Reshape(Reshape { shape: target.shape.clone() }), &[sum]);
-    }
-    sum
 }
 
 /// Formats a shape for messages: `[batch, 3]`.

@@ -9,17 +9,14 @@ impl OpRule for Cast {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        let [x] = arity(inputs)?;
         Ok(vec![Fact::new(self.to, x.shape.clone())])
     }
 
     // dx = dy cast to the element type of x; integers have no gradient
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let to = out.fact(context.inputs[0]).dtype;
-        if !to.is_float() || !self.to.is_float() {
-            return vec![None];
-        }
-        vec![Some(out.emit(Op::Cast(Cast { to }), &[context.dy()]))]
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let x = context.inputs[0];
+        vec![(x.is_float() && self.to.is_float()).then(|| context.dy().cast(x.dtype()))]
     }
 
     // Partial sums may be widened; narrowing would round each term before the sum.

@@ -18,18 +18,14 @@ fn one<'a>(inputs: &[&'a Fact]) -> Result<&'a Fact, FactError> {
 /// The fact of a shard; an empty group or an indivisible axis is an error.
 fn part(x: &Fact, cut: SplitDim, devices: usize) -> Result<Fact, FactError> {
     group(devices)?;
-    if cut.axis >= x.rank() {
-        return Err(FactError::Axis { axis: cut.axis, rank: x.rank() });
-    }
+    check_axis(cut.axis, x.rank())?;
     let uneven = || FactError::Attribute(format!("axis {} of {x} has no {} blocks of {devices}", cut.axis, cut.blocks));
     Sharding::Split(cut).part(x, devices).ok_or_else(uneven)
 }
 
 fn whole(x: &Fact, cut: SplitDim, devices: usize) -> Result<Fact, FactError> {
     group(devices)?;
-    if cut.axis >= x.rank() {
-        return Err(FactError::Axis { axis: cut.axis, rank: x.rank() });
-    }
+    check_axis(cut.axis, x.rank())?;
     let mut whole = x.clone();
     whole.shape[cut.axis] = whole.shape[cut.axis].mul(&Dim::from(devices))?;
     part(&whole, cut, devices)?;
@@ -137,11 +133,12 @@ fn reduce_terms(kind: ReduceKind, parts: &[Tensor]) -> Tensor {
     Tensor::new(dtype, shape.to_vec(), bytes.into()).expect("as many bytes as each term has")
 }
 
-/// This device's rank in the group, as an `i64` scalar.
-pub(in crate::op) fn device(out: &mut dyn Emit, devices: usize) -> Value {
-    let ranks = out.emit(Op::Iota(Iota { fact: Fact::of(DType::I64, &[devices]), axis: 0 }), &[]);
-    let rank = out.emit(Op::Shard(Shard { cut: SplitDim { axis: 0, blocks: 1 }, devices }), &[ranks]);
-    out.emit(Op::Reshape(Reshape { shape: vec![] }), &[rank])
+impl<'b> Expr<'b> {
+    /// This device's rank in the group, as an `i64` scalar.
+    pub fn device(self, devices: usize) -> Expr<'b> {
+        let ranks = self.source(Op::Iota(Iota { fact: Fact::of(DType::I64, &[devices]), axis: 0 }));
+        ranks.then(Op::Shard(Shard { cut: SplitDim { axis: 0, blocks: 1 }, devices })).reshape(vec![])
+    }
 }
 
 /// Test cases for a group of one; larger groups have separate tests.

@@ -14,11 +14,8 @@ impl OpRule for Compare {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [a, b] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
-        if a.dtype != b.dtype {
-            let expected = format!("{}, as the first", a.dtype);
-            return Err(FactError::DType { what: "the second input", expected, got: b.dtype });
-        }
+        let [a, b] = arity(inputs)?;
+        check_like("the second input", b, a, "the first")?;
         Ok(vec![Fact::new(DType::Bool, broadcast_shapes(&a.shape, &b.shape)?)])
     }
 

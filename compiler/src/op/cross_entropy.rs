@@ -15,7 +15,6 @@
 
 mod parts;
 
-use super::layer_norm::check_same;
 use super::sample::{ramp, run};
 use super::softmax::{max_and_sum, rows};
 use super::*;
@@ -40,7 +39,7 @@ impl OpRule for CrossEntropy {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [logits, target] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
+        let [logits, target] = arity(inputs)?;
         let lse = check(logits, target, self.axis, self.wide)?;
         Ok(vec![Fact::new(lse.dtype, vec![]), lse])
     }
@@ -51,10 +50,10 @@ impl OpRule for CrossEntropy {
     }
 
     // dlogits = CrossEntropyGrad(dloss, logits, target, lse)
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         let (Some(dloss), true) = (context.d_outputs[0], context.wanted[0]) else { return vec![None; 2] };
         let grad = Op::CrossEntropyGrad(CrossEntropyGrad { axis: self.axis, ignore: self.ignore, wide: self.wide });
-        vec![Some(out.emit(grad, &[dloss, context.inputs[0], context.inputs[1], context.outputs[1]])), None]
+        vec![Some(emit(grad, &[dloss, context.inputs[0], context.inputs[1], context.outputs[1]])), None]
     }
 
     fn takes_gradient(&self, output: usize) -> bool {
@@ -75,12 +74,8 @@ impl OpRule for CrossEntropy {
         strategies
     }
 
-    fn write_part(&self, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        if strategy.outputs[1] == Sharding::Replicated {
-            self.by_classes(context, out)
-        } else {
-            self.by_rows(context, out)
-        }
+    fn write_part<'b>(&self, strategy: &Strategy, context: &LocalContext<'b>) -> Vec<Expr<'b>> {
+        if strategy.outputs[1] == Sharding::Replicated { self.by_classes(context) } else { self.by_rows(context) }
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -107,9 +102,7 @@ impl OpRule for CrossEntropyGrad {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [dloss, logits, target, lse] = inputs else {
-            return Err(FactError::Arity { expected: 4, got: inputs.len() });
-        };
+        let [dloss, logits, target, lse] = arity(inputs)?;
         let expected = check(logits, target, self.axis, self.wide)?;
         check_same("the gradient of the loss", dloss, "the loss", &Fact::new(expected.dtype, vec![]))?;
         check_same("the log-sum-exp", lse, "one value a target", &expected)?;
@@ -139,9 +132,9 @@ impl OpRule for CrossEntropyGrad {
         strategies
     }
 
-    fn write_part(&self, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+    fn write_part<'b>(&self, strategy: &Strategy, context: &LocalContext<'b>) -> Vec<Expr<'b>> {
         let classes = matches!(strategy.inputs[1], Sharding::Split(cut) if cut.axis == self.axis);
-        if classes { self.by_classes(context, out) } else { self.by_rows(context, out) }
+        if classes { self.by_classes(context) } else { self.by_rows(context) }
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -166,15 +159,9 @@ impl OpRule for CrossEntropyGrad {
 }
 
 fn check(logits: &Fact, target: &Fact, axis: usize, wide: bool) -> Result<Fact, FactError> {
-    if !logits.dtype.is_float() {
-        return Err(FactError::DType { what: "logits", expected: "a float".into(), got: logits.dtype });
-    }
-    if !target.dtype.is_integer() {
-        return Err(FactError::DType { what: "the target", expected: "an integer".into(), got: target.dtype });
-    }
-    if axis >= logits.rank() {
-        return Err(FactError::Axis { axis, rank: logits.rank() });
-    }
+    check_float("logits", logits)?;
+    check_dtype(target.dtype.is_integer(), "the target", "an integer", target)?;
+    check_axis(axis, logits.rank())?;
     let mut shape = logits.shape.clone();
     shape.remove(axis);
     let expected = Fact::new(target.dtype, shape.clone());

@@ -10,23 +10,19 @@ impl OpRule for Cumulative {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
-        if self.axis >= x.rank() {
-            return Err(FactError::Axis { axis: self.axis, rank: x.rank() });
-        }
-        if x.dtype == DType::Bool {
-            return Err(FactError::DType { what: "the input", expected: "a number".into(), got: x.dtype });
-        }
+        let [x] = arity(inputs)?;
+        check_axis(self.axis, x.rank())?;
+        check_dtype(x.dtype != DType::Bool, "the input", "a number", x)?;
         Ok(vec![(*x).clone()])
     }
 
     // dx is the cumulative sum of dy in the other direction.
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        if !out.fact(context.inputs[0]).dtype.is_float() || self.kind == CumulativeKind::Prod {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        if !context.inputs[0].is_float() || self.kind == CumulativeKind::Prod {
             return vec![None];
         }
         let opposite = Cumulative { reverse: !self.reverse, ..*self };
-        vec![Some(out.emit(Op::Cumulative(opposite), &[context.dy()]))]
+        vec![Some(context.dy().then(Op::Cumulative(opposite)))]
     }
 
     fn takes_gradient(&self, _: usize) -> bool {

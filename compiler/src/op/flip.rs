@@ -11,7 +11,7 @@ impl OpRule for Flip {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        let [x] = arity(inputs)?;
         check_axes(&self.axes, x.rank())?;
         Ok(vec![(*x).clone()])
     }
@@ -21,11 +21,8 @@ impl OpRule for Flip {
     }
 
     // dx = dy flipped back
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        if !out.fact(context.inputs[0]).dtype.is_float() {
-            return vec![None];
-        }
-        vec![Some(out.emit(Op::Flip(self.clone()), &[context.dy()]))]
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        vec![context.inputs[0].is_float().then(|| context.dy().then(Op::Flip(self.clone())))]
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {

@@ -17,7 +17,7 @@ impl OpRule for LayerNorm {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x, scale, bias] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
+        let [x, scale, bias] = arity(inputs)?;
         let (statistic, row) = (statistic(x, scale, self.axis)?, row(x, scale, self.axis));
         check_same("the scale", scale, "the normalised shape", &row)?;
         check_same("the bias", bias, "the normalised shape", &row)?;
@@ -30,12 +30,11 @@ impl OpRule for LayerNorm {
     }
 
     // dx, dscale, dbias = LayerNormGrad(dy, x, scale, mean, rstd)
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         let Some(dy) = context.d_outputs[0] else { return vec![None; 3] };
-        let grad = Op::LayerNormGrad(LayerNormGrad { axis: self.axis });
-        let gradients =
-            out.emit_all(grad, &[dy, context.inputs[0], context.inputs[1], context.outputs[1], context.outputs[2]]);
-        gradients.into_iter().zip(context.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
+        let (inputs, outputs) = (context.inputs, context.outputs);
+        let saved = [dy, inputs[0], inputs[1], outputs[1], outputs[2]];
+        context.wanted_of(emit_all(Op::LayerNormGrad(LayerNormGrad { axis: self.axis }), &saved))
     }
 
     fn takes_gradient(&self, output: usize) -> bool {
@@ -73,9 +72,7 @@ impl OpRule for LayerNormGrad {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [dy, x, scale, mean, rstd] = inputs else {
-            return Err(FactError::Arity { expected: 5, got: inputs.len() });
-        };
+        let [dy, x, scale, mean, rstd] = arity(inputs)?;
         let statistic = statistic(x, scale, self.axis)?;
         check_same("the output gradient", dy, "the input", x)?;
         check_same("the scale", scale, "the normalised shape", &row(x, scale, self.axis))?;
@@ -138,27 +135,11 @@ fn row(x: &Fact, scale: &Fact, axis: usize) -> Fact {
 }
 
 fn statistic(x: &Fact, scale: &Fact, axis: usize) -> Result<Fact, FactError> {
-    if !x.dtype.is_float() {
-        return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
-    }
-    if axis >= x.rank() {
-        return Err(FactError::Axis { axis, rank: x.rank() });
-    }
+    check_float("the input", x)?;
+    check_axis(axis, x.rank())?;
     let mut shape = x.shape.clone();
     shape[axis..].fill(Dim::from(1i64));
     Ok(Fact::new(statistic_type(x, scale), shape))
-}
-
-pub(in crate::op) fn check_same(
-    left_name: &'static str,
-    left: &Fact,
-    right_name: &'static str,
-    right: &Fact,
-) -> Result<(), FactError> {
-    if left == right {
-        return Ok(());
-    }
-    Err(FactError::Mismatch { left_name, left: left.to_string(), right_name, right: right.to_string() })
 }
 
 pub fn samples() -> Vec<Sample> {

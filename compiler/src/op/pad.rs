@@ -11,7 +11,7 @@ impl OpRule for Pad {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        let [x] = arity(inputs)?;
         for (what, got) in [("low", self.low.len()), ("high", self.high.len()), ("interior", self.interior.len())] {
             if got != x.rank() {
                 return Err(FactError::Rank { what, expected: format!("{}, as the input", x.rank()), got });
@@ -35,8 +35,8 @@ impl OpRule for Pad {
     }
 
     // dx = the elements of dy at the positions of x: from `low` on, `interior + 1` apart
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let x = out.fact(context.inputs[0]);
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let x = context.inputs[0].fact();
         if !x.dtype.is_float() {
             return vec![None];
         }
@@ -45,7 +45,7 @@ impl OpRule for Pad {
             .collect::<Result<_, _>>()
             .expect("infer has added up the same dims");
         let step = self.interior.iter().map(|between| between.saturating_add(1)).collect();
-        vec![Some(out.emit(Op::Slice(Slice { begin: self.low.clone(), end, step }), &[context.dy()]))]
+        vec![Some(context.dy().then(Op::Slice(Slice { begin: self.low.clone(), end, step })))]
     }
 
     // Unpadded axes.

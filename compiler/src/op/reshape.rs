@@ -10,17 +10,17 @@ impl OpRule for Reshape {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        let [x] = arity(inputs)?;
         check_sizes("reshape", &self.shape)?;
         let y = Fact::new(x.dtype, self.shape.clone());
         let (from, to) = (x.volume()?, y.volume()?);
         if from != to {
-            return Err(FactError::Mismatch {
-                left_name: "the input shape",
-                left: format!("{} ({from} elements)", shape_text(&x.shape)),
-                right_name: "the target shape",
-                right: format!("{} ({to} elements)", shape_text(&y.shape)),
-            });
+            return Err(FactError::mismatch(
+                "the input shape",
+                format!("{} ({from} elements)", shape_text(&x.shape)),
+                "the target shape",
+                format!("{} ({to} elements)", shape_text(&y.shape)),
+            ));
         }
         Ok(vec![y])
     }
@@ -30,12 +30,9 @@ impl OpRule for Reshape {
     }
 
     // dx = dy in the shape of x
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let x = out.fact(context.inputs[0]);
-        if !x.dtype.is_float() {
-            return vec![None];
-        }
-        vec![Some(out.emit(Op::Reshape(Reshape { shape: x.shape }), &[context.dy()]))]
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let x = context.inputs[0];
+        vec![x.is_float().then(|| context.dy().reshape(x.shape()))]
     }
 
     // Write the row-major element number as digits (outer, device, inner). A shard is the set of elements with one

@@ -11,7 +11,7 @@ impl OpRule for Slice {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        let [x] = arity(inputs)?;
         for (what, got) in [("begin", self.begin.len()), ("end", self.end.len()), ("step", self.step.len())] {
             if got != x.rank() {
                 return Err(FactError::Rank { what, expected: format!("{}, as the input", x.rank()), got });
@@ -30,8 +30,8 @@ impl OpRule for Slice {
 
     // dx = dy spread `step` apart from `begin` on, in zeros:
     //   high = size - (begin + (count - 1) step + 1)
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let (x, y) = (out.fact(context.inputs[0]), out.fact(context.outputs[0]));
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let (x, y) = (context.inputs[0].fact(), context.outputs[0].fact());
         if !x.dtype.is_float() {
             return vec![None];
         }
@@ -44,7 +44,7 @@ impl OpRule for Slice {
             .expect("infer has added up the same dims");
         let interior = self.step.iter().map(|step| step - 1).collect();
         let pad = Pad { low: self.begin.clone(), high, interior, value: 0.0 };
-        vec![Some(out.emit(Op::Pad(pad), &[context.dy()]))]
+        vec![Some(context.dy().then(Op::Pad(pad)))]
     }
 
     // Axes that are not sliced, and whole blocks of a block-split axis.

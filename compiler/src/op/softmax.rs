@@ -23,12 +23,10 @@ impl OpRule for Softmax {
     }
 
     // dx = y (dy - Σ y dy)
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         let (y, dy) = (context.outputs[0], context.dy());
-        let y_dy = out.emit(Op::Binary(Binary::Mul), &[y, dy]);
-        let sum = sum_along(out, y_dy, self.axis);
-        let centred = out.emit(Op::Binary(Binary::Sub), &[dy, sum]);
-        vec![Some(out.emit(Op::Binary(Binary::Mul), &[y, centred]))]
+        let sum = (y * dy).reduce(ReduceKind::Sum, vec![self.axis], true);
+        vec![Some(y * (dy - sum))]
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
@@ -61,12 +59,9 @@ impl OpRule for LogSoftmax {
     }
 
     // dx = dy - e^y Σ dy
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         let (y, dy) = (context.outputs[0], context.dy());
-        let softmax = out.emit(Op::Unary(Unary::Exp), &[y]);
-        let sum = sum_along(out, dy, self.axis);
-        let share = out.emit(Op::Binary(Binary::Mul), &[softmax, sum]);
-        vec![Some(out.emit(Op::Binary(Binary::Sub), &[dy, share]))]
+        vec![Some(dy - y.exp() * dy.reduce(ReduceKind::Sum, vec![self.axis], true))]
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
@@ -86,18 +81,10 @@ impl OpRule for LogSoftmax {
 }
 
 fn infer_along(inputs: &[&Fact], axis: usize) -> Result<Vec<Fact>, FactError> {
-    let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
-    if !x.dtype.is_float() {
-        return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
-    }
-    if axis >= x.rank() {
-        return Err(FactError::Axis { axis, rank: x.rank() });
-    }
+    let [x] = arity(inputs)?;
+    check_float("the input", x)?;
+    check_axis(axis, x.rank())?;
     Ok(vec![(*x).clone()])
-}
-
-fn sum_along(out: &mut dyn Emit, x: Value, axis: usize) -> Value {
-    out.emit(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes: vec![axis], keep: true }), &[x])
 }
 
 /// The flat indices of each row along `axis`; rows in row-major order of the other axes.

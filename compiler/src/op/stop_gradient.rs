@@ -12,7 +12,7 @@ impl OpRule for StopGradient {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        let [x] = arity(inputs)?;
         Ok(vec![(*x).clone()])
     }
 

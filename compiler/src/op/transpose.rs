@@ -10,7 +10,7 @@ impl OpRule for Transpose {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        let [x] = arity(inputs)?;
         let mut sorted = self.perm.clone();
         sorted.sort_unstable();
         if sorted.iter().copied().ne(0..x.rank()) {
@@ -25,15 +25,15 @@ impl OpRule for Transpose {
     }
 
     // dx = dy with the inverse permutation
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        if !out.fact(context.inputs[0]).dtype.is_float() {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        if !context.inputs[0].is_float() {
             return vec![None];
         }
         let mut perm = vec![0; self.perm.len()];
         for (to, &from) in self.perm.iter().enumerate() {
             perm[from] = to;
         }
-        vec![Some(out.emit(Op::Transpose(Transpose { perm }), &[context.dy()]))]
+        vec![Some(context.dy().then(Op::Transpose(Transpose { perm })))]
     }
 
     fn strategies(&self, _: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {

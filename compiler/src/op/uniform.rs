@@ -29,12 +29,10 @@ impl OpRule for Uniform {
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [counter] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
-        if !self.fact.dtype.is_float() {
-            return Err(FactError::DType { what: "the result", expected: "a float".into(), got: self.fact.dtype });
-        }
+        let [counter] = arity(inputs)?;
+        check_float("the result", &self.fact)?;
         broadcast::check_sizes("uniform", &self.fact.shape)?;
-        layer_norm::check_same("the counter", counter, "a single index", &Fact::of(DType::I64, &[]))?;
+        check_same("the counter", counter, "a single index", &Fact::of(DType::I64, &[]))?;
         Ok(vec![self.fact.clone()])
     }
 

@@ -17,12 +17,7 @@ impl OpRule for ConvInputGrad {
         let [dy, w] = check_operands(inputs, ["the output gradient", "the weight"])?;
         check_groups(self.groups, "output", &w.shape[0])?;
         if dy.shape[1] != w.shape[0] {
-            return Err(FactError::Mismatch {
-                left_name: "weight output channels",
-                left: w.shape[0].to_string(),
-                right_name: "gradient channels",
-                right: dy.shape[1].to_string(),
-            });
+            return Err(FactError::mismatch("weight output channels", &w.shape[0], "gradient channels", &dy.shape[1]));
         }
         let kernel = known_kernel(w)?;
         if self.spatial.len() != kernel.len() {
@@ -44,12 +39,12 @@ impl OpRule for ConvInputGrad {
     }
 
     // With g the gradient of dx: d(dy) = Conv(g, w), dw = ConvWeightGrad(dy, g)
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         let (dy, w, g) = (context.inputs[0], context.inputs[1], context.dy());
         let (window, groups) = (&self.window, self.groups);
         let forward = Op::Conv(Conv { window: window.clone(), groups });
-        let d_dy = context.wanted[0].then(|| out.emit(forward, &[g, w]));
-        let dw = context.wanted[1].then(|| weight_grad(out, window, groups, dy, g, w));
+        let d_dy = context.wanted[0].then(|| emit(forward, &[g, w]));
+        let dw = context.wanted[1].then(|| weight_grad(window, groups, [dy, g], w));
         vec![d_dy, dw]
     }
 
@@ -77,12 +72,7 @@ impl OpRule for ConvWeightGrad {
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [dy, x] = check_operands(inputs, ["the output gradient", "the input"])?;
         if dy.shape[0] != x.shape[0] {
-            return Err(FactError::Mismatch {
-                left_name: "gradient batch",
-                left: dy.shape[0].to_string(),
-                right_name: "input batch",
-                right: x.shape[0].to_string(),
-            });
+            return Err(FactError::mismatch("gradient batch", &dy.shape[0], "input batch", &x.shape[0]));
         }
         check_groups(self.groups, "output", &dy.shape[1])?;
         check_groups(self.groups, "input", &x.shape[1])?;
@@ -99,12 +89,12 @@ impl OpRule for ConvWeightGrad {
     }
 
     // With g the gradient of dw: d(dy) = Conv(x, g), dx = ConvInputGrad(dy, g)
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         let (dy, x, g) = (context.inputs[0], context.inputs[1], context.dy());
         let (window, groups) = (&self.window, self.groups);
         let forward = Op::Conv(Conv { window: window.clone(), groups });
-        let d_dy = context.wanted[0].then(|| out.emit(forward, &[x, g]));
-        let dx = context.wanted[1].then(|| input_grad(out, window, groups, dy, g, x));
+        let d_dy = context.wanted[0].then(|| emit(forward, &[x, g]));
+        let dx = context.wanted[1].then(|| input_grad(window, groups, [dy, g], x));
         vec![d_dy, dx]
     }
 
@@ -129,12 +119,12 @@ fn same_windows(dy: &Fact, expected: &[Dim]) -> Result<(), FactError> {
     if &dy.shape[2..] == expected {
         return Ok(());
     }
-    Err(FactError::Mismatch {
-        left_name: "the spatial shape of the gradient",
-        left: format!("{:?}", &dy.shape[2..]),
-        right_name: "that of the convolution",
-        right: format!("{expected:?}"),
-    })
+    Err(FactError::mismatch(
+        "the spatial shape of the gradient",
+        format!("{:?}", &dy.shape[2..]),
+        "that of the convolution",
+        format!("{expected:?}"),
+    ))
 }
 
 pub fn samples() -> Vec<Sample> {
