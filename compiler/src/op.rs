@@ -62,8 +62,8 @@ use serde::{Deserialize, Serialize};
 pub use crate::op::sharding::{Group, LocalContext, Sharding, SplitDim, Strategy};
 pub use expr::{Expr, emit, emit_all};
 pub use rule::{
-    BackwardContext, Cost, Emit, FactError, KernelError, OpRule, Sample, arity, check_axis, check_dtype, check_float,
-    check_like, check_same, elements, moved_bytes,
+    BackwardContext, Cost, Emit, FactError, KernelError, Named, OpRule, Sample, arity, check_axis, check_dtype,
+    check_float, check_like, check_same, elements, moved_bytes,
 };
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -209,10 +209,6 @@ impl Attention {
 }
 
 impl OpRule for Attention {
-    fn name(&self) -> &'static str {
-        "attention"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [query, key, value, optional_facts @ ..] = inputs else {
             return Err(FactError::Arity { expected: 3 + self.random_inputs(), got: inputs.len() });
@@ -273,10 +269,6 @@ impl OpRule for Attention {
 }
 
 impl OpRule for AttentionGrad {
-    fn name(&self) -> &'static str {
-        "attention_grad"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [dy, query, key, value, y, sums, optional_facts @ ..] = inputs else {
             return Err(FactError::Arity { expected: 6 + self.forward.random_inputs(), got: inputs.len() });
@@ -518,7 +510,7 @@ pub fn samples() -> Vec<Sample> {
         let grad = Op::AttentionGrad(AttentionGrad { forward: op });
         [
             Sample { title, op: Op::Attention(op), inputs, differentiate: vec![0, 1, 2] },
-            Sample { title, op: grad, inputs: grad_inputs, differentiate: vec![] },
+            Sample::forward(title, grad, grad_inputs),
         ]
     };
     cases.into_iter().flat_map(with_gradient).collect()
@@ -564,14 +556,11 @@ mod tests {
 
     #[test]
     fn shapes_and_errors() {
-        let fact = |shape: &[usize]| Fact::of(DType::Bf16, shape);
-        let infer = |op: Attention, shapes: &[&[usize]]| {
-            let facts: Vec<Fact> = shapes.iter().map(|s| fact(s)).collect();
-            let inferred = op.infer(&facts.iter().collect::<Vec<_>>());
-            inferred.map_or_else(|e| e.to_string(), |f| format!("{}, {}", f[0], f[1]))
-        };
+        let fact = |shape: &&[usize]| Fact::of(DType::Bf16, shape);
+        let infer =
+            |op: Attention, shapes: &[&[usize]]| sample::inferred(&op, &shapes.iter().map(fact).collect::<Vec<_>>());
         let output = infer(plain(), &[&[2, 8, 3, 4], &[2, 2, 5, 4], &[2, 2, 5, 6]]);
-        assert_eq!(output, "bf16[2, 8, 3, 6], f32[2, 8, 3]");
+        assert_eq!(output, "bf16[2, 8, 3, 6] f32[2, 8, 3]");
         let error = infer(plain(), &[&[2, 8, 3, 4], &[2, 3, 5, 4], &[2, 3, 5, 6]]);
         assert_eq!(error, "8 query heads do not share 3 key heads");
         let error = infer(plain(), &[&[2, 3, 4], &[2, 5, 4], &[2, 6, 4]]);

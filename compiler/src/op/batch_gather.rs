@@ -17,10 +17,6 @@ fn check_batch_axes<'a>(batch: usize, slices: &'a Fact, indices: &'a Fact) -> Re
 }
 
 impl OpRule for BatchGather {
-    fn name(&self) -> &'static str {
-        "batch_gather"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x, indices] = arity(inputs)?;
         check_axis(self.batch, x.rank())?;
@@ -74,10 +70,6 @@ impl OpRule for BatchGather {
 }
 
 impl OpRule for BatchScatterAdd {
-    fn name(&self) -> &'static str {
-        "batch_scatter_add"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [dy, indices] = arity(inputs)?;
         check_dtype(dy.dtype != DType::Bool, "dy", "a number", dy)?;
@@ -135,12 +127,7 @@ impl OpRule for BatchScatterAdd {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, op, x: Tensor, indices: Tensor| Sample {
-        title,
-        op,
-        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
-        inputs: vec![x, indices],
-    };
+    let sample = |title, op, x: Tensor, indices: Tensor| Sample::new(title, op, vec![x, indices]);
     let gather = |batch| Op::BatchGather(BatchGather { batch });
     let scatter = |batch, size: usize| Op::BatchScatterAdd(BatchScatterAdd { batch, size: Dim::from(size) });
     let index = |shape: &[usize], v: &[i64]| Tensor::from_i64(shape, v);
@@ -168,10 +155,10 @@ pub fn samples() -> Vec<Sample> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::op::sample::dims;
 
     #[test]
     fn shapes_follow_the_indices() {
-        let dims = |text: &str| text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect::<Vec<_>>();
         let fact = |dtype, text| Fact::new(dtype, dims(text));
         let (x, slots) = (fact(DType::F32, "batch slots 8"), fact(DType::I64, "batch 2 tokens"));
         let y = BatchGather { batch: 1 }.infer(&[&x, &slots]).unwrap();

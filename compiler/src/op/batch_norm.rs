@@ -8,16 +8,12 @@ use super::sample::{ramp, run};
 use super::*;
 
 impl OpRule for BatchNorm {
-    fn name(&self) -> &'static str {
-        "batch_norm"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x, scale, bias] = arity(inputs)?;
         let channels = per_channel(x, scale)?;
         check_same("the scale", scale, "one value a channel", &channels)?;
         check_same("the bias", bias, "one value a channel", &channels)?;
-        Ok(vec![(*x).clone(), channels.clone(), channels.clone(), channels])
+        Ok(vec![x.clone(), channels.clone(), channels.clone(), channels])
     }
 
     // Per element: 1 flop for the mean, 3 for the variance, 3 for y.
@@ -63,10 +59,6 @@ impl OpRule for BatchNorm {
 }
 
 impl OpRule for BatchNormGrad {
-    fn name(&self) -> &'static str {
-        "batch_norm_grad"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [dy, x, scale, mean, rstd] = arity(inputs)?;
         let channels = per_channel(x, scale)?;
@@ -74,7 +66,7 @@ impl OpRule for BatchNormGrad {
         check_same("the scale", scale, "one value a channel", &channels)?;
         check_same("the mean", mean, "one value a channel", &channels)?;
         check_same("the reciprocal deviation", rstd, "one value a channel", &channels)?;
-        Ok(vec![(*x).clone(), channels.clone(), channels])
+        Ok(vec![x.clone(), channels.clone(), channels])
     }
 
     // Per element: 2 flops for x̂, 3 for dscale and dbias, which are also the sums in dx, and 5 for dx.
@@ -144,8 +136,8 @@ pub fn samples() -> Vec<Sample> {
         let (x, scale, dy) = (inputs[0].clone(), inputs[1].clone(), ramp(shape, 4));
         let grad_inputs = vec![dy, x, scale, saved[1].clone(), saved[3].clone()];
         [
-            Sample { title, op: Op::BatchNorm(forward), inputs, differentiate: vec![0, 1, 2] },
-            Sample { title, op: Op::BatchNormGrad(BatchNormGrad {}), inputs: grad_inputs, differentiate: vec![] },
+            Sample::new(title, Op::BatchNorm(forward), inputs),
+            Sample::forward(title, Op::BatchNormGrad(BatchNormGrad {}), grad_inputs),
         ]
     };
     cases.into_iter().flat_map(with_gradient).collect()
@@ -154,6 +146,7 @@ pub fn samples() -> Vec<Sample> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::op::sample::{assert_close, fact};
 
     // torch.nn.functional.batch_norm(x, None, None, scale, bias, True, 0.1, 1e-3) in f64, and its backward
     #[test]
@@ -200,20 +193,11 @@ mod tests {
 
     #[test]
     fn shapes_and_errors() {
-        let fact = |shape: &[Dim]| Fact::new(DType::F32, shape.to_vec());
-        let (batch, six) = (Dim::symbol("batch"), Dim::from(6i64));
-        let (x, scale) = (fact(&[batch.clone(), six.clone()]), fact(std::slice::from_ref(&six)));
+        let (x, scale) = (fact("batch 6"), fact("6"));
         let op = BatchNorm { epsilon: 1e-5 };
         assert_eq!(op.infer(&[&x, &scale, &scale]).unwrap()[3].to_string(), "f32[6]");
         let error = op.infer(&[&x, &scale, &x]).unwrap_err();
         assert_eq!(error.to_string(), "the bias is f32[batch, 6], one value a channel is f32[6]");
         assert!(op.infer(&[&scale, &scale, &scale]).unwrap_err().to_string().contains("at least 2"));
-    }
-
-    fn assert_close(got: &Tensor, expected: &[f64]) {
-        assert_eq!(got.len(), expected.len());
-        for (g, e) in got.to_f64().iter().zip(expected) {
-            assert!((g - e).abs() < 1e-12, "{got:?} is not {expected:?}");
-        }
     }
 }

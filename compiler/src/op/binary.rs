@@ -4,7 +4,7 @@ use super::broadcast::{broadcast_indices, broadcast_shapes};
 use super::*;
 use crate::op::sharding::elementwise;
 
-impl OpRule for Binary {
+impl Named for Binary {
     fn name(&self) -> &'static str {
         match self {
             Binary::Add => "add",
@@ -22,7 +22,9 @@ impl OpRule for Binary {
             Binary::ShiftRight => "shift_right",
         }
     }
+}
 
+impl OpRule for Binary {
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [a, b] = arity(inputs)?;
         let (is_supported, expected) = match self {
@@ -233,12 +235,7 @@ fn power(mut base: u64, mut exponent: u64) -> u64 {
 
 pub fn samples() -> Vec<Sample> {
     use Binary::*;
-    let sample = |title, op, a: &Tensor, b: &Tensor| Sample {
-        title,
-        op: Op::Binary(op),
-        inputs: vec![a.clone(), b.clone()],
-        differentiate: if a.dtype().is_float() { vec![0, 1] } else { vec![] },
-    };
+    let sample = |title, op, a: &Tensor, b: &Tensor| Sample::new(title, Op::Binary(op), vec![a.clone(), b.clone()]);
     let a = Tensor::from_f32(&[2, 3], &[1.5, -2.3, 0.7, 3.1, -0.4, 2.2]);
     let b = Tensor::from_f32(&[2, 3], &[-0.9, 1.1, 2.6, 0.8, -1.7, 3.4]);
     let row = Tensor::from_f32(&[3], &[0.6, -1.2, 2.9]);
@@ -247,8 +244,7 @@ pub fn samples() -> Vec<Sample> {
     let bases = Tensor::from_f32(&[2, 3], &[0.5, 1.2, 2.0, 3.5, 0.1, 1.0]);
     let dividends = Tensor::from_i64(&[6], &[7, -7, 7, -7, 6, i64::MIN]);
     let divisors = Tensor::from_i64(&[6], &[2, 2, -2, -2, 0, -1]);
-    let large = Tensor::new(DType::U64, vec![2], [u64::MAX, 5].map(u64::to_le_bytes).concat().into())
-        .expect("two numbers of eight bytes");
+    let large = Tensor::from_i64(&[2], &[-1, 5]).cast(DType::U64);
     let small = Tensor::from_i64(&[2], &[2, 7]).cast(DType::U64);
     let (bytes, wide_bytes) =
         (Tensor::from_i64(&[3], &[250, 3, 9]).cast(DType::U8), Tensor::from_i64(&[3], &[10, 7, 0]));

@@ -4,10 +4,6 @@ use super::*;
 use crate::op::sharding::elementwise;
 
 impl OpRule for BitCast {
-    fn name(&self) -> &'static str {
-        "bit_cast"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = arity(inputs)?;
         let size = self.to.size();
@@ -32,12 +28,7 @@ impl OpRule for BitCast {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, x: Tensor, to| Sample {
-        title,
-        op: Op::BitCast(BitCast { to }),
-        inputs: vec![x],
-        differentiate: vec![],
-    };
+    let sample = |title, x: Tensor, to| Sample::forward(title, Op::BitCast(BitCast { to }), vec![x]);
     vec![
         sample("integers of floats", Tensor::from_f32(&[2], &[1.0, -0.0]), DType::I32),
         sample("floats of integers", Tensor::from_i64(&[2], &[i64::MIN, 1]), DType::F64),

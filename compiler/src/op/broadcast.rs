@@ -4,10 +4,6 @@ use super::*;
 use crate::tensor::view::strides;
 
 impl OpRule for Broadcast {
-    fn name(&self) -> &'static str {
-        "broadcast"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = arity(inputs)?;
         check_sizes("broadcast", &self.shape)?;
@@ -151,11 +147,8 @@ fn fill(bytes: &mut [u8], element: &[u8]) {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, shape: &[i64], x: Tensor| Sample {
-        title,
-        op: Op::Broadcast(Broadcast { shape: shape.iter().map(|&d| Dim::from(d)).collect() }),
-        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
-        inputs: vec![x],
+    let sample = |title, shape: &[i64], x: Tensor| {
+        Sample::new(title, Op::Broadcast(Broadcast { shape: shape.iter().map(|&d| Dim::from(d)).collect() }), vec![x])
     };
     vec![
         sample("a scalar", &[2, 3], Tensor::from_f32(&[], &[1.5])),
@@ -175,10 +168,7 @@ pub fn samples() -> Vec<Sample> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn shape(text: &str) -> Vec<Dim> {
-        text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect()
-    }
+    use crate::op::sample::dims as shape;
 
     #[test]
     fn shapes_align_at_the_right() {

@@ -4,10 +4,6 @@ use super::*;
 use crate::op::sharding::elementwise;
 
 impl OpRule for Cast {
-    fn name(&self) -> &'static str {
-        "cast"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = arity(inputs)?;
         Ok(vec![Fact::new(self.to, x.shape.clone())])

@@ -48,12 +48,8 @@ fn check_sum(x: &Fact, kind: ReduceKind) -> Result<(), FactError> {
 }
 
 macro_rules! collective {
-    ($op:ty, $name:literal, $infer:expr) => {
+    ($op:ty, $infer:expr) => {
         impl OpRule for $op {
-            fn name(&self) -> &'static str {
-                $name
-            }
-
             fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
                 let infer: fn(&$op, &Fact) -> Result<Fact, FactError> = $infer;
                 Ok(vec![infer(self, one(inputs)?)?])
@@ -79,18 +75,18 @@ macro_rules! collective {
     };
 }
 
-collective!(AllReduce, "all_reduce", |op, x| {
+collective!(AllReduce, |op, x| {
     group(op.devices)?;
     check_sum(x, op.kind)?;
     Ok(x.clone())
 });
-collective!(ReduceScatter, "reduce_scatter", |op, x| {
+collective!(ReduceScatter, |op, x| {
     check_sum(x, ReduceKind::Sum)?;
     part(x, op.cut, op.devices)
 });
-collective!(AllGather, "all_gather", |op, x| whole(x, op.cut, op.devices));
-collective!(AllToAll, "all_to_all", |op, x| part(&whole(x, op.from, op.devices)?, op.to, op.devices));
-collective!(Shard, "shard", |op, x| part(x, op.cut, op.devices));
+collective!(AllGather, |op, x| whole(x, op.cut, op.devices));
+collective!(AllToAll, |op, x| part(&whole(x, op.from, op.devices)?, op.to, op.devices));
+collective!(Shard, |op, x| part(x, op.cut, op.devices));
 
 /// The results of a collective on every device, from all inputs in rank order; `None` for other ops.
 pub fn meet(op: &Op, parts: &[Tensor]) -> Option<Vec<Tensor>> {
@@ -143,7 +139,7 @@ impl<'b> Expr<'b> {
 
 /// Test cases for a group of one; larger groups have separate tests.
 pub fn samples() -> Vec<Sample> {
-    let sample = |op| Sample { title: "alone", op, inputs: vec![sample::ramp(&[4, 6], 1)], differentiate: vec![] };
+    let sample = |op| Sample::forward("alone", op, vec![sample::ramp(&[4, 6], 1)]);
     let (cut, devices) = (SplitDim { axis: 1, blocks: 2 }, 1);
     vec![
         sample(Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices })),

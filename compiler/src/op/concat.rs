@@ -4,10 +4,6 @@ use super::broadcast::shape_text;
 use super::*;
 
 impl OpRule for Concat {
-    fn name(&self) -> &'static str {
-        "concat"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let Some((first, others)) = inputs.split_first() else { return Err(FactError::Arity { expected: 1, got: 0 }) };
         check_axis(self.axis, first.rank())?;
@@ -91,12 +87,7 @@ impl OpRule for Concat {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, axis, inputs: Vec<Tensor>| Sample {
-        title,
-        op: Op::Concat(Concat { axis }),
-        differentiate: if inputs[0].dtype().is_float() { (0..inputs.len()).collect() } else { vec![] },
-        inputs,
-    };
+    let sample = |title, axis, inputs: Vec<Tensor>| Sample::new(title, Op::Concat(Concat { axis }), inputs);
     let a = || Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
     let row = || Tensor::from_f32(&[1, 3], &[7.0, 8.0, 9.0]);
     let pair = || Tensor::from_f32(&[2, 2], &[-1.0, -2.0, -3.0, -4.0]);

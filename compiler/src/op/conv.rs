@@ -12,10 +12,6 @@ use super::*;
 use crate::tensor::view::indices;
 
 impl OpRule for Conv {
-    fn name(&self) -> &'static str {
-        "conv"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x, w] = check_operands(inputs, ["the input", "the weight"])?;
         let kernel = known_kernel(w)?;
@@ -243,11 +239,8 @@ pub(super) fn list_strategies(
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |(title, window, groups, x, w): Case| Sample {
-        title,
-        op: Op::Conv(Conv { window, groups }),
-        inputs: vec![ramp(x, 1), ramp(w, 2)],
-        differentiate: vec![0, 1],
+    let sample = |(title, window, groups, x, w): Case| {
+        Sample::new(title, Op::Conv(Conv { window, groups }), vec![ramp(x, 1), ramp(w, 2)])
     };
     cases().into_iter().map(sample).collect()
 }
@@ -255,7 +248,7 @@ pub fn samples() -> Vec<Sample> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::sample::run;
+    use crate::op::sample::{fact, inferred, run};
 
     #[test]
     fn numbers_agree_with_pytorch() {
@@ -278,8 +271,7 @@ mod tests {
     }
 
     fn error(window: Window, groups: usize, x: &str, w: &str) -> String {
-        let fact = |text: &str| Fact::new(DType::F32, text.split(' ').map(|d| Dim::parse(d).unwrap()).collect());
-        Conv { window, groups }.infer(&[&fact(x), &fact(w)]).map_or_else(|e| e.to_string(), |f| f[0].to_string())
+        inferred(&Conv { window, groups }, &[fact(x), fact(w)])
     }
 
     #[test]

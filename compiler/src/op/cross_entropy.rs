@@ -34,10 +34,6 @@ impl CrossEntropyGrad {
 }
 
 impl OpRule for CrossEntropy {
-    fn name(&self) -> &'static str {
-        "cross_entropy"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [logits, target] = arity(inputs)?;
         let lse = check(logits, target, self.axis, self.wide)?;
@@ -97,16 +93,12 @@ impl OpRule for CrossEntropy {
 }
 
 impl OpRule for CrossEntropyGrad {
-    fn name(&self) -> &'static str {
-        "cross_entropy_grad"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [dloss, logits, target, lse] = arity(inputs)?;
         let expected = check(logits, target, self.axis, self.wide)?;
         check_same("the gradient of the loss", dloss, "the loss", &Fact::new(expected.dtype, vec![]))?;
         check_same("the log-sum-exp", lse, "one value a target", &expected)?;
-        Ok(vec![(*logits).clone()])
+        Ok(vec![logits.clone()])
     }
 
     // Per logit: a difference, an exponential (16 flops, as in `unary`), a difference and a product.
@@ -204,7 +196,7 @@ pub fn samples() -> Vec<Sample> {
         let grad = Op::CrossEntropyGrad(CrossEntropyGrad::new(axis, ignore));
         [
             Sample { title, op: Op::CrossEntropy(forward), inputs, differentiate },
-            Sample { title, op: grad, inputs: vec![dloss, logits, target, lse], differentiate: vec![] },
+            Sample::forward(title, grad, vec![dloss, logits, target, lse]),
         ]
     };
     cases.into_iter().flat_map(with_gradient).collect()
@@ -213,7 +205,7 @@ pub fn samples() -> Vec<Sample> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::sample::try_run;
+    use crate::op::sample::{assert_close, inferred, try_run};
 
     // torch.nn.functional.cross_entropy(logits, target, ignore_index=-100) in f64, and its backward
     #[test]
@@ -292,21 +284,11 @@ mod tests {
     #[test]
     fn shapes_and_errors() {
         let logits = Fact::of(DType::F32, &[2, 5, 3]);
-        let infer = |axis, target: Fact| {
-            let facts = CrossEntropy::new(axis, None).infer(&[&logits, &target]);
-            facts.map_or_else(|e| e.to_string(), |f| format!("{} {}", f[0], f[1]))
-        };
+        let infer = |axis, target: Fact| inferred(&CrossEntropy::new(axis, None), &[logits.clone(), target]);
         assert_eq!(infer(1, Fact::of(DType::I32, &[2, 3])), "f32[] f32[2, 3]");
         let wrong = "the target is i64[2, 5], the logits without their classes is i64[2, 3]";
         assert_eq!(infer(1, Fact::of(DType::I64, &[2, 5])), wrong);
         assert!(infer(1, Fact::of(DType::F32, &[2, 3])).contains("expected an integer"));
         assert!(infer(3, Fact::of(DType::I64, &[2, 3])).contains("axis 3"));
-    }
-
-    fn assert_close(got: &Tensor, expected: &[f64]) {
-        assert_eq!(got.len(), expected.len());
-        for (g, e) in got.to_f64().iter().zip(expected) {
-            assert!((g - e).abs() < 1e-12, "{got:?} is not {expected:?}");
-        }
     }
 }

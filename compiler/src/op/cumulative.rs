@@ -5,15 +5,11 @@ use super::softmax::rows;
 use super::*;
 
 impl OpRule for Cumulative {
-    fn name(&self) -> &'static str {
-        "cumulative"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = arity(inputs)?;
         check_axis(self.axis, x.rank())?;
         check_dtype(x.dtype != DType::Bool, "the input", "a number", x)?;
-        Ok(vec![(*x).clone()])
+        Ok(vec![x.clone()])
     }
 
     // dx is the cumulative sum of dy in the other direction.

@@ -49,10 +49,6 @@ impl Dropout {
 }
 
 impl OpRule for Dropout {
-    fn name(&self) -> &'static str {
-        "dropout"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x, counter] = arity(inputs)?;
         if !(0.0..=1.0).contains(&self.ratio) {
@@ -60,7 +56,7 @@ impl OpRule for Dropout {
         }
         check_float("the input", x)?;
         check_same("the counter", counter, "a single index", &Fact::of(DType::I64, &[]))?;
-        Ok(vec![(*x).clone()])
+        Ok(vec![x.clone()])
     }
 
     // dx is dy under the same mask.
@@ -100,10 +96,6 @@ impl DropoutPart {
 }
 
 impl OpRule for DropoutPart {
-    fn name(&self) -> &'static str {
-        "dropout_part"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x, counter, device] = arity(inputs)?;
         if self.run == 0 || self.devices == 0 {
@@ -134,7 +126,7 @@ impl OpRule for DropoutPart {
 
 pub fn samples() -> Vec<Sample> {
     let counter = |value| Tensor::from_i64(&[], &[value]);
-    let sample = |title, op, inputs| Sample { title, op, inputs, differentiate: vec![0] };
+    let sample = |title, op, inputs| Sample::new(title, op, inputs);
     let dropout = |ratio, stream| Dropout { ratio, stream };
     let dropout_sample =
         |title, ratio, stream, x, at| sample(title, Op::Dropout(dropout(ratio, stream)), vec![x, counter(at)]);

@@ -138,8 +138,12 @@ impl<'b> Expr<'b> {
 
     /// The scalar sum of all elements.
     pub fn sum(self) -> Expr<'b> {
-        let axes = (0..self.fact().rank()).collect();
-        self.reduce(ReduceKind::Sum, axes, false)
+        self.reduce(ReduceKind::Sum, (0..self.fact().rank()).collect(), false)
+    }
+
+    /// The scalar mean of all elements.
+    pub fn mean(self) -> Expr<'b> {
+        self.reduce(ReduceKind::Mean, (0..self.fact().rank()).collect(), false)
     }
 
     pub fn gather(self, axis: usize, indices: Expr<'b>) -> Expr<'b> {
@@ -198,9 +202,19 @@ macro_rules! functions {
 }
 
 functions!(
-    sign Sign, exp Exp, log Log, sqrt Sqrt, reciprocal Reciprocal, sin Sin, cos Cos, sinh Sinh, cosh Cosh, tanh Tanh,
+    sign Sign, exp Exp, log Log, sqrt Sqrt, rsqrt Rsqrt, reciprocal Reciprocal, sin Sin, cos Cos, sinh Sinh, cosh Cosh, tanh Tanh,
     sigmoid Sigmoid, erf Erf, softplus Softplus, floor Floor, not Not
 );
+
+/// Emits a formula of some values.
+pub fn formula<const N: usize>(
+    out: &mut dyn Emit,
+    values: [Value; N],
+    of: impl for<'b> FnOnce([Expr<'b>; N]) -> Expr<'b>,
+) -> Value {
+    let builder = RefCell::new(out);
+    of(values.map(|value| Expr::new(value, &builder))).value
+}
 
 /// Emits the gradients of an op's inputs by its rule.
 pub fn backward(

@@ -3,10 +3,6 @@
 use super::*;
 
 impl OpRule for Gather {
-    fn name(&self) -> &'static str {
-        "gather"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x, indices] = arity(inputs)?;
         check_axis(self.axis, x.rank())?;
@@ -59,10 +55,6 @@ impl OpRule for Gather {
 }
 
 impl OpRule for ScatterAdd {
-    fn name(&self) -> &'static str {
-        "scatter_add"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [dy, indices] = arity(inputs)?;
         check_indices(indices)?;
@@ -214,12 +206,7 @@ pub(in crate::op) fn or_zero<'b>(in_shard: Expr<'b>, slices: Expr<'b>, from_end:
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, op, x: Tensor, indices: Tensor| Sample {
-        title,
-        op,
-        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
-        inputs: vec![x, indices],
-    };
+    let sample = |title, op, x: Tensor, indices: Tensor| Sample::new(title, op, vec![x, indices]);
     let gather = |axis| Op::Gather(Gather { axis });
     let scatter = |axis, size: usize| Op::ScatterAdd(ScatterAdd { axis, size: Dim::from(size) });
     let index = |shape: &[usize], v: &[i64]| Tensor::from_i64(shape, v);
@@ -250,6 +237,7 @@ pub fn samples() -> Vec<Sample> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::op::sample::dims;
 
     #[test]
     fn out_of_range_index_is_an_error() {
@@ -263,7 +251,6 @@ mod tests {
 
     #[test]
     fn shapes_follow_the_indices() {
-        let dims = |text: &str| text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect::<Vec<_>>();
         let fact = |dtype, text| Fact::new(dtype, dims(text));
         let indices = fact(DType::I64, "batch seq");
         let y = Gather { axis: 1 }.infer(&[&fact(DType::F32, "2 words 8"), &indices]).unwrap();

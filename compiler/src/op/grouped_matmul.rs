@@ -30,10 +30,6 @@ fn check_equal(left_name: &'static str, left: &Dim, right_name: &'static str, ri
 }
 
 impl OpRule for GroupedMatMul {
-    fn name(&self) -> &'static str {
-        "grouped_matmul"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x, w, ends] = arity(inputs)?;
         check(x, "the rows", ends)?;
@@ -91,10 +87,6 @@ impl OpRule for GroupedMatMul {
 }
 
 impl OpRule for GroupedMatMulGrad {
-    fn name(&self) -> &'static str {
-        "grouped_matmul_grad"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [a, b, ends] = arity(inputs)?;
         check(a, "the first rows", ends)?;
@@ -143,17 +135,19 @@ impl OpRule for GroupedMatMulGrad {
 
 pub fn samples() -> Vec<Sample> {
     let ends = |list: &[i64]| Tensor::from_i64(&[list.len()], list);
-    let product = |title, transpose, w: &[usize], list: &[i64]| Sample {
-        title,
-        op: Op::GroupedMatMul(GroupedMatMul { transpose }),
-        inputs: vec![ramp(&[6, 4], 1), ramp(w, 2), ends(list)],
-        differentiate: vec![0, 1],
+    let product = |title, transpose, w: &[usize], list: &[i64]| {
+        Sample::new(
+            title,
+            Op::GroupedMatMul(GroupedMatMul { transpose }),
+            vec![ramp(&[6, 4], 1), ramp(w, 2), ends(list)],
+        )
     };
-    let grad = |title, list: &[i64]| Sample {
-        title,
-        op: Op::GroupedMatMulGrad(GroupedMatMulGrad {}),
-        inputs: vec![ramp(&[6, 4], 1), ramp(&[6, 3], 2), ends(list)],
-        differentiate: vec![0, 1],
+    let grad = |title, list: &[i64]| {
+        Sample::new(
+            title,
+            Op::GroupedMatMulGrad(GroupedMatMulGrad {}),
+            vec![ramp(&[6, 4], 1), ramp(&[6, 3], 2), ends(list)],
+        )
     };
     vec![
         product("three experts, one of them without rows", false, &[3, 4, 5], &[2, 2, 6]),
@@ -168,7 +162,7 @@ pub fn samples() -> Vec<Sample> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::sample::run;
+    use crate::op::sample::{inferred, run};
 
     #[test]
     fn rows_use_the_matrix_of_their_group() {
@@ -185,8 +179,7 @@ mod tests {
     fn shapes_and_errors() {
         let (x, ends) = (Fact::of(DType::F32, &[6, 4]), Fact::of(DType::I64, &[3]));
         let infer = |w: &[usize], transpose| {
-            let facts = GroupedMatMul { transpose }.infer(&[&x, &Fact::of(DType::F32, w), &ends]);
-            facts.map_or_else(|error| error.to_string(), |facts| facts[0].to_string())
+            inferred(&GroupedMatMul { transpose }, &[x.clone(), Fact::of(DType::F32, w), ends.clone()])
         };
         assert_eq!(infer(&[3, 4, 5], false), "f32[6, 5]");
         assert_eq!(infer(&[3, 5, 4], true), "f32[6, 5]");

@@ -22,8 +22,6 @@ use super::recurrent::{Layer, Recurrent, logistic, read_row, samples_of, write_a
 use super::*;
 
 const LAYER: Layer = Layer {
-    name: "gru",
-    gradient_name: "gru_grad",
     gates: 3,
     bias: "one value a gate",
     states: 1,

@@ -5,10 +5,6 @@ use super::*;
 use crate::tensor::view::strides;
 
 impl OpRule for Iota {
-    fn name(&self) -> &'static str {
-        "iota"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         if !inputs.is_empty() {
             return Err(FactError::Arity { expected: 0, got: inputs.len() });
@@ -34,11 +30,8 @@ impl OpRule for Iota {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, dtype, shape: &[usize], axis| Sample {
-        title,
-        op: Op::Iota(Iota { fact: Fact::of(dtype, shape), axis }),
-        inputs: vec![],
-        differentiate: vec![],
+    let sample = |title, dtype, shape: &[usize], axis| {
+        Sample::forward(title, Op::Iota(Iota { fact: Fact::of(dtype, shape), axis }), vec![])
     };
     vec![
         sample("a range", DType::I64, &[5], 0),

@@ -12,16 +12,12 @@ use super::sample::{ramp, run};
 use super::*;
 
 impl OpRule for LayerNorm {
-    fn name(&self) -> &'static str {
-        "layer_norm"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x, scale, bias] = arity(inputs)?;
         let (statistic, row) = (statistic(x, scale, self.axis)?, row(x, scale, self.axis));
         check_same("the scale", scale, "the normalised shape", &row)?;
         check_same("the bias", bias, "the normalised shape", &row)?;
-        Ok(vec![(*x).clone(), statistic.clone(), statistic])
+        Ok(vec![x.clone(), statistic.clone(), statistic])
     }
 
     // Per element: 1 flop for the mean, 3 for the variance, 3 for y.
@@ -67,10 +63,6 @@ impl OpRule for LayerNorm {
 }
 
 impl OpRule for LayerNormGrad {
-    fn name(&self) -> &'static str {
-        "layer_norm_grad"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [dy, x, scale, mean, rstd] = arity(inputs)?;
         let statistic = statistic(x, scale, self.axis)?;
@@ -78,7 +70,7 @@ impl OpRule for LayerNormGrad {
         check_same("the scale", scale, "the normalised shape", &row(x, scale, self.axis))?;
         check_same("the mean", mean, "the shape of a statistic", &statistic)?;
         check_same("the reciprocal deviation", rstd, "the shape of a statistic", &statistic)?;
-        Ok(vec![(*x).clone(), (*scale).clone(), (*scale).clone()])
+        Ok(vec![x.clone(), scale.clone(), scale.clone()])
     }
 
     // Per element: 2 flops for x̂, 1 for g, 3 for the two means, 4 for dx, 3 for dscale and dbias.
@@ -156,10 +148,7 @@ pub fn samples() -> Vec<Sample> {
         let (x, scale, dy) = (inputs[0].clone(), inputs[1].clone(), ramp(shape, 4));
         let grad_inputs = vec![dy, x, scale, saved[1].clone(), saved[2].clone()];
         let grad = Op::LayerNormGrad(LayerNormGrad { axis });
-        [
-            Sample { title, op: Op::LayerNorm(forward), inputs, differentiate: vec![0, 1, 2] },
-            Sample { title, op: grad, inputs: grad_inputs, differentiate: vec![] },
-        ]
+        [Sample::new(title, Op::LayerNorm(forward), inputs), Sample::forward(title, grad, grad_inputs)]
     };
     cases.into_iter().flat_map(with_gradient).collect()
 }
@@ -167,6 +156,7 @@ pub fn samples() -> Vec<Sample> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::op::sample::{assert_close, fact};
 
     // torch.native_layer_norm(x, [4], scale, bias, 1e-5) in f64, and its backward
     #[test]
@@ -219,9 +209,7 @@ mod tests {
 
     #[test]
     fn shapes_and_errors() {
-        let fact = |shape: &[Dim]| Fact::new(DType::F32, shape.to_vec());
-        let (batch, six) = (Dim::symbol("batch"), Dim::from(6i64));
-        let (x, scale) = (fact(&[batch.clone(), six.clone()]), fact(std::slice::from_ref(&six)));
+        let (x, scale) = (fact("batch 6"), fact("6"));
         let op = LayerNorm { axis: 1, epsilon: 1e-5 };
         let facts = op.infer(&[&x, &scale, &scale]).unwrap();
         assert_eq!(facts[1].to_string(), "f32[batch, 1]");
@@ -229,12 +217,5 @@ mod tests {
         assert_eq!(error.to_string(), "the scale is f32[batch, 6], the normalised shape is f32[6]");
         let error = LayerNorm { axis: 2, epsilon: 1e-5 }.infer(&[&x, &scale, &scale]).unwrap_err();
         assert_eq!(error, FactError::Axis { axis: 2, rank: 2 });
-    }
-
-    fn assert_close(got: &Tensor, expected: &[f64]) {
-        assert_eq!(got.len(), expected.len());
-        for (g, e) in got.to_f64().iter().zip(expected) {
-            assert!((g - e).abs() < 1e-12, "{got:?} is not {expected:?}");
-        }
     }
 }

@@ -18,8 +18,6 @@ use super::recurrent::{Layer, Recurrent, Sums, gate_sum, logistic, read_row, sam
 use super::*;
 
 const LAYER: Layer = Layer {
-    name: "lstm",
-    gradient_name: "lstm_grad",
     gates: 4,
     bias: "one value a gate",
     states: 2,

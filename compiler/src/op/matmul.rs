@@ -7,10 +7,6 @@ use crate::tensor::dim::volume;
 use crate::tensor::view::{indices, strides};
 
 impl OpRule for MatMul {
-    fn name(&self) -> &'static str {
-        "matmul"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [a, b] = arity(inputs)?;
         for (fact, what) in [(a, "the first operand"), (b, "the second operand")] {
@@ -137,11 +133,8 @@ fn matrix_of(shape: &[usize], index: &[usize]) -> usize {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, transpose_a, transpose_b, a: &[usize], b: &[usize]| Sample {
-        title,
-        op: Op::MatMul(MatMul { transpose_a, transpose_b }),
-        inputs: vec![ramp(a, 1), ramp(b, 2)],
-        differentiate: vec![0, 1],
+    let sample = |title, transpose_a, transpose_b, a: &[usize], b: &[usize]| {
+        Sample::new(title, Op::MatMul(MatMul { transpose_a, transpose_b }), vec![ramp(a, 1), ramp(b, 2)])
     };
     vec![
         sample("two matrices", false, false, &[3, 4], &[4, 5]),
@@ -168,7 +161,7 @@ pub fn samples() -> Vec<Sample> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::sample::run;
+    use crate::op::sample::{fact, inferred, run};
 
     #[test]
     fn a_small_product_by_hand() {
@@ -192,11 +185,7 @@ mod tests {
 
     #[test]
     fn shapes_and_errors() {
-        let infer = |op: MatMul, a: &str, b: &str| {
-            let dims = |text: &str| text.split(' ').map(|d| Dim::parse(d).unwrap()).collect();
-            let (a, b) = (Fact::new(DType::F32, dims(a)), Fact::new(DType::F32, dims(b)));
-            op.infer(&[&a, &b]).map_or_else(|e| e.to_string(), |f| f[0].to_string())
-        };
+        let infer = |op: MatMul, a: &str, b: &str| inferred(&op, &[fact(a), fact(b)]);
         let plain = MatMul { transpose_a: false, transpose_b: false };
         let linear = MatMul { transpose_a: false, transpose_b: true };
         assert_eq!(infer(linear, "batch 16 64", "10 64"), "f32[batch, 16, 10]");

@@ -6,10 +6,6 @@ use super::*;
 use crate::tensor::view::strides;
 
 impl OpRule for Pad {
-    fn name(&self) -> &'static str {
-        "pad"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = arity(inputs)?;
         for (what, got) in [("low", self.low.len()), ("high", self.high.len()), ("interior", self.interior.len())] {
@@ -107,16 +103,17 @@ pub mod any_float {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, x: Tensor, low: &[i64], high: &[i64], interior: &[usize], value| Sample {
-        title,
-        op: Op::Pad(Pad {
-            low: low.iter().map(|&d| Dim::from(d)).collect(),
-            high: high.iter().map(|&d| Dim::from(d)).collect(),
-            interior: interior.to_vec(),
-            value,
-        }),
-        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
-        inputs: vec![x],
+    let sample = |title, x: Tensor, low: &[i64], high: &[i64], interior: &[usize], value| {
+        Sample::new(
+            title,
+            Op::Pad(Pad {
+                low: low.iter().map(|&d| Dim::from(d)).collect(),
+                high: high.iter().map(|&d| Dim::from(d)).collect(),
+                interior: interior.to_vec(),
+                value,
+            }),
+            vec![x],
+        )
     };
     let three = || Tensor::from_f32(&[3], &[1.0, 2.0, 3.0]);
     let table = || Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);

@@ -9,10 +9,6 @@ use super::*;
 use crate::tensor::view::indices;
 
 impl OpRule for MaxPool {
-    fn name(&self) -> &'static str {
-        "max_pool"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = arity(inputs)?;
         Ok(vec![pooled_fact(x, &self.window, &self.kernel, self.ceil)?])
@@ -29,7 +25,7 @@ impl OpRule for MaxPool {
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        (0..2).map(|axis| Strategy::along(&[Some(axis)], &[Some(axis)])).collect()
+        batch_and_channels(1, None)
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -43,15 +39,11 @@ impl OpRule for MaxPool {
 }
 
 impl OpRule for MaxPoolGrad {
-    fn name(&self) -> &'static str {
-        "max_pool_grad"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x, dy] = arity(inputs)?;
         let forward = &self.forward;
         same_output(dy, &pooled_fact(x, &forward.window, &forward.kernel, forward.ceil)?)?;
-        Ok(vec![(*x).clone()])
+        Ok(vec![x.clone()])
     }
 
     // The forward comparisons again, and one addition per window.
@@ -66,8 +58,7 @@ impl OpRule for MaxPoolGrad {
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        let batch_and_channels = (0..2).map(|axis| Strategy::along(&[Some(axis), Some(axis)], &[Some(axis)]));
-        batch_and_channels.chain([Strategy::linear(&[false, true], 1)]).collect()
+        batch_and_channels(2, Some(&[false, true]))
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -84,10 +75,6 @@ impl OpRule for MaxPoolGrad {
 }
 
 impl OpRule for AvgPool {
-    fn name(&self) -> &'static str {
-        "avg_pool"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = arity(inputs)?;
         Ok(vec![pooled_fact(x, &self.window, &self.kernel, self.ceil)?])
@@ -105,8 +92,7 @@ impl OpRule for AvgPool {
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        let batch_and_channels = (0..2).map(|axis| Strategy::along(&[Some(axis)], &[Some(axis)]));
-        batch_and_channels.chain([Strategy::linear(&[true], 1)]).collect()
+        batch_and_channels(1, Some(&[true]))
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -138,10 +124,6 @@ impl AvgPool {
 }
 
 impl OpRule for AvgPoolGrad {
-    fn name(&self) -> &'static str {
-        "avg_pool_grad"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [dy] = arity(inputs)?;
         check(dy, "the output gradient")?;
@@ -163,8 +145,7 @@ impl OpRule for AvgPoolGrad {
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        let batch_and_channels = (0..2).map(|axis| Strategy::along(&[Some(axis)], &[Some(axis)]));
-        batch_and_channels.chain([Strategy::linear(&[true], 1)]).collect()
+        batch_and_channels(1, Some(&[true]))
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -195,6 +176,12 @@ fn pooled_fact(x: &Fact, window: &Window, kernel: &[usize], ceil: bool) -> Resul
     let mut shape = x.shape[..2].to_vec();
     shape.extend(window.output(&x.shape[2..], &kernel, ceil)?);
     Ok(Fact::new(x.dtype, shape))
+}
+
+/// Strategies of an op on `inputs` tensors, linear in the marked ones.
+fn batch_and_channels(inputs: usize, linear: Option<&[bool]>) -> Vec<Strategy> {
+    let along = |axis| Strategy::along(&vec![Some(axis); inputs], &[Some(axis)]);
+    (0..2).map(along).chain(linear.map(|terms| Strategy::linear(terms, 1))).collect()
 }
 
 fn same_output(dy: &Fact, expected: &Fact) -> Result<(), FactError> {

@@ -18,8 +18,6 @@ const STATES: [[&str; 2]; 2] =
 
 /// One kind of layer.
 pub(super) struct Layer {
-    pub name: &'static str,
-    pub gradient_name: &'static str,
     /// Rows of the weights, in units.
     pub gates: usize,
     /// What a bias is.
@@ -35,7 +33,7 @@ pub(super) struct Layer {
 }
 
 /// A layer, or its gradient.
-pub(super) trait Recurrent {
+pub(super) trait Recurrent: Named {
     const LAYER: Layer;
 
     /// The gradient of a layer; `None` for a gradient, which has no second-order gradient.
@@ -154,10 +152,6 @@ fn products(x: &Fact, w_hh: &Fact) -> f64 {
 }
 
 impl<R: Recurrent> OpRule for R {
-    fn name(&self) -> &'static str {
-        if self.gradient().is_some() { R::LAYER.name } else { R::LAYER.gradient_name }
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         if self.gradient().is_some() { R::LAYER.infer(inputs) } else { R::LAYER.infer_gradient(inputs) }
     }
@@ -290,10 +284,7 @@ pub(super) fn samples_of<R: Recurrent>(cases: &[(&'static str, [usize; 4], R)], 
         let inputs = inputs_of(&R::LAYER, *sizes);
         let gradient_inputs = gradient_inputs(forward, &inputs, d_outputs(&R::LAYER, *sizes, 8));
         let gradient = forward.gradient().expect("a layer has a gradient");
-        [
-            Sample { title, op: op(forward), differentiate: (0..inputs.len()).collect(), inputs },
-            Sample { title, op: gradient, inputs: gradient_inputs, differentiate: vec![] },
-        ]
+        [Sample::new(title, op(forward), inputs), Sample::forward(title, gradient, gradient_inputs)]
     };
     cases.iter().flat_map(with_gradient).collect()
 }
@@ -301,7 +292,7 @@ pub(super) fn samples_of<R: Recurrent>(cases: &[(&'static str, [usize; 4], R)], 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::sample::assert_slopes;
+    use crate::op::sample::{assert_slopes, fact, inferred};
     use crate::op::table::rule;
 
     // The samples only check the gradient of y; this test covers the last states, too.
@@ -332,28 +323,20 @@ mod tests {
         }
     }
 
-    fn inferred(rule: &dyn OpRule, inputs: &[&str]) -> Result<String, String> {
-        let dims = |text: &&str| text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect();
-        let facts: Vec<Fact> = inputs.iter().map(|text| Fact::new(DType::F32, dims(text))).collect();
-        let outputs = rule.infer(&facts.iter().collect::<Vec<_>>()).map_err(|e| e.to_string())?;
-        Ok(outputs.iter().map(|fact| fact.to_string().replace("f32", "")).collect::<Vec<_>>().join(" "))
-    }
-
     #[test]
     fn shapes_and_errors() {
         let lstm = Lstm { reverse: false };
-        let inputs = ["t b 3", "8 3", "8 2", "8", "8", "b 2", "b 2"];
-        assert_eq!(inferred(&lstm, &inputs).unwrap(), "[t, b, 2] [b, 2] [b, 2] [t, b, 8] [t, b, 2]");
-        let mut wrong = inputs;
-        wrong[3] = "4";
-        assert_eq!(inferred(&lstm, &wrong).unwrap_err(), "the input bias is f32[4], one value a gate is f32[8]");
-        wrong[0] = "b 3";
-        assert!(inferred(&lstm, &wrong).unwrap_err().contains("time, batch, input"));
+        let mut inputs = ["t b 3", "8 3", "8 2", "8", "8", "b 2", "b 2"].map(fact);
+        assert_eq!(inferred(&lstm, &inputs), "f32[t, b, 2] f32[b, 2] f32[b, 2] f32[t, b, 8] f32[t, b, 2]");
+        inputs[3] = fact("4");
+        assert_eq!(inferred(&lstm, &inputs), "the input bias is f32[4], one value a gate is f32[8]");
+        inputs[0] = fact("b 3");
+        assert!(inferred(&lstm, &inputs).contains("time, batch, input"));
         let gru = Gru { reverse: false, reset_after: true };
-        let inputs = ["t b 3", "6 3", "6 2", "6", "6", "b 2"];
-        assert_eq!(inferred(&gru, &inputs).unwrap(), "[t, b, 2] [b, 2] [t, b, 8]");
-        let error = inferred(&gru, &["t b 3", "8 3", "6 2", "6", "6", "b 2"]).unwrap_err();
-        assert!(error.contains("the input weight is f32[8, 3]"));
+        let mut inputs = ["t b 3", "6 3", "6 2", "6", "6", "b 2"].map(fact);
+        assert_eq!(inferred(&gru, &inputs), "f32[t, b, 2] f32[b, 2] f32[t, b, 8]");
+        inputs[1] = fact("8 3");
+        assert!(inferred(&gru, &inputs).contains("the input weight is f32[8, 3]"));
     }
 
     #[test]

@@ -5,10 +5,6 @@ use super::*;
 use crate::tensor::view::strides;
 
 impl OpRule for Reduce {
-    fn name(&self) -> &'static str {
-        "reduce"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = arity(inputs)?;
         check_axes(&self.axes, x.rank())?;
@@ -124,10 +120,6 @@ impl OpRule for Reduce {
 }
 
 impl OpRule for ArgReduce {
-    fn name(&self) -> &'static str {
-        "arg_reduce"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = arity(inputs)?;
         check_axes(&[self.axis], x.rank())?;
@@ -258,24 +250,15 @@ fn range(dtype: DType) -> (i64, i64) {
 
 pub fn samples() -> Vec<Sample> {
     use ReduceKind::*;
-    let sample = |title, kind, axes: &[usize], keep, x: Tensor| Sample {
-        title,
-        op: Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep }),
-        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
-        inputs: vec![x],
+    let sample = |title, kind, axes: &[usize], keep, x: Tensor| {
+        Sample::new(title, Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep }), vec![x])
     };
-    let arg_sample = |title, largest, axis, keep, x: Tensor| Sample {
-        title,
-        op: Op::ArgReduce(ArgReduce { largest, axis, keep }),
-        inputs: vec![x],
-        differentiate: vec![],
+    let arg_sample = |title, largest, axis, keep, x: Tensor| {
+        Sample::forward(title, Op::ArgReduce(ArgReduce { largest, axis, keep }), vec![x])
     };
     let x = || Tensor::from_f32(&[2, 3, 2], &[1.5, -2.0, 0.3, 4.1, -0.6, 2.2, 3.7, 0.9, -1.1, 2.8, 5.0, -3.3]);
     let integers = || Tensor::from_i64(&[2, 2], &[i64::MAX, -2, 3, 4]);
-    let large = || {
-        let bytes = [3, u64::MAX, 7].map(u64::to_le_bytes).concat();
-        Tensor::new(DType::U64, vec![3], bytes.into()).expect("three numbers of eight bytes")
-    };
+    let large = || Tensor::from_i64(&[3], &[3, -1, 7]).cast(DType::U64);
     let mut list = Vec::new();
     for kind in [Sum, Mean, Max, Min, Prod] {
         list.push(sample("the last axis", kind, &[2], false, x()));

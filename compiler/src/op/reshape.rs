@@ -5,10 +5,6 @@ use super::*;
 use crate::tensor::element_count;
 
 impl OpRule for Reshape {
-    fn name(&self) -> &'static str {
-        "reshape"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = arity(inputs)?;
         check_sizes("reshape", &self.shape)?;
@@ -90,11 +86,8 @@ fn find_split(shape: &[usize], outer: usize, devices: usize) -> Option<SplitDim>
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, x: Tensor, shape: &[i64]| Sample {
-        title,
-        op: Op::Reshape(Reshape { shape: shape.iter().map(|&d| Dim::from(d)).collect() }),
-        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
-        inputs: vec![x],
+    let sample = |title, x: Tensor, shape: &[i64]| {
+        Sample::new(title, Op::Reshape(Reshape { shape: shape.iter().map(|&d| Dim::from(d)).collect() }), vec![x])
     };
     let six = || Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
     vec![

@@ -15,8 +15,6 @@ use super::recurrent::{Layer, Recurrent, Sums, gate_sum, logistic, read_row, sam
 use super::*;
 
 const LAYER: Layer = Layer {
-    name: "rnn",
-    gradient_name: "rnn_grad",
     gates: 1,
     bias: "one value a unit",
     states: 1,

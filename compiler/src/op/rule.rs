@@ -126,10 +126,12 @@ pub enum KernelError {
     Label { label: i64, classes: usize },
 }
 
-pub trait OpRule {
-    /// Name in the text form and in messages, lower case: `layer_norm`.
+/// The name of an op in the text form and in messages, lower case: `layer_norm`. The [`table`](super::table) has all.
+pub trait Named {
     fn name(&self) -> &'static str;
+}
 
+pub trait OpRule: Named {
     /// Infers the element types and shapes of the outputs.
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError>;
 
@@ -192,4 +194,17 @@ pub struct Sample {
     pub inputs: Vec<Tensor>,
     /// Inputs whose gradient is checked by finite differences in `f64`.
     pub differentiate: Vec<usize>,
+}
+
+impl Sample {
+    /// A case with the gradients of all inputs that are floats.
+    pub fn new(title: &'static str, op: Op, inputs: Vec<Tensor>) -> Sample {
+        let differentiate = (0..inputs.len()).filter(|&i| inputs[i].dtype().is_float()).collect();
+        Sample { title, op, inputs, differentiate }
+    }
+
+    /// A case without gradients.
+    pub fn forward(title: &'static str, op: Op, inputs: Vec<Tensor>) -> Sample {
+        Sample { title, op, inputs, differentiate: vec![] }
+    }
 }

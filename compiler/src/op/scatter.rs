@@ -7,10 +7,6 @@ use super::*;
 use crate::tensor::dim::volume;
 
 impl OpRule for Scatter {
-    fn name(&self) -> &'static str {
-        "scatter"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x, indices, updates] = arity(inputs)?;
         check_indices(indices)?;
@@ -29,7 +25,7 @@ impl OpRule for Scatter {
         }
         // The backward counts the indices.
         volume(&indices.shape)?;
-        Ok(vec![(*x).clone()])
+        Ok(vec![x.clone()])
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {

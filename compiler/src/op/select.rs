@@ -5,10 +5,6 @@ use super::*;
 use crate::op::sharding::elementwise;
 
 impl OpRule for Select {
-    fn name(&self) -> &'static str {
-        "select"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [condition, a, b] = arity(inputs)?;
         check_dtype(condition.dtype == DType::Bool, "the condition", "bool", condition)?;
@@ -46,11 +42,8 @@ impl OpRule for Select {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, condition: Tensor, a: Tensor, b: Tensor| Sample {
-        title,
-        op: Op::Select(Select {}),
-        differentiate: if a.dtype().is_float() { vec![1, 2] } else { vec![] },
-        inputs: vec![condition, a, b],
+    let sample = |title, condition: Tensor, a: Tensor, b: Tensor| {
+        Sample::new(title, Op::Select(Select {}), vec![condition, a, b])
     };
     let mask = || Tensor::from_bool(&[2, 3], &[true, false, true, false, false, true]);
     let a = || Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);

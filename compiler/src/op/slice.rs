@@ -6,10 +6,6 @@ use crate::tensor::dim::Bindings;
 use crate::tensor::view::strides;
 
 impl OpRule for Slice {
-    fn name(&self) -> &'static str {
-        "slice"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = arity(inputs)?;
         for (what, got) in [("begin", self.begin.len()), ("end", self.end.len()), ("step", self.step.len())] {
@@ -144,15 +140,16 @@ pub fn origin(index: &[Dim], shape: &[usize]) -> Result<usize, KernelError> {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, x: Tensor, begin: &[i64], end: &[i64], step: &[usize]| Sample {
-        title,
-        op: Op::Slice(Slice {
-            begin: begin.iter().map(|&d| Dim::from(d)).collect(),
-            end: end.iter().map(|&d| Dim::from(d)).collect(),
-            step: step.to_vec(),
-        }),
-        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
-        inputs: vec![x],
+    let sample = |title, x: Tensor, begin: &[i64], end: &[i64], step: &[usize]| {
+        Sample::new(
+            title,
+            Op::Slice(Slice {
+                begin: begin.iter().map(|&d| Dim::from(d)).collect(),
+                end: end.iter().map(|&d| Dim::from(d)).collect(),
+                step: step.to_vec(),
+            }),
+            vec![x],
+        )
     };
     let seven = || Tensor::from_f32(&[7], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
     let table = || Tensor::from_f32(&[3, 4], &[1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12.]);

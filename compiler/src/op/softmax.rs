@@ -10,10 +10,6 @@ use super::*;
 const FLOPS: f64 = 20.0;
 
 impl OpRule for Softmax {
-    fn name(&self) -> &'static str {
-        "softmax"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         infer_along(inputs, self.axis)
     }
@@ -46,10 +42,6 @@ impl OpRule for Softmax {
 }
 
 impl OpRule for LogSoftmax {
-    fn name(&self) -> &'static str {
-        "log_softmax"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         infer_along(inputs, self.axis)
     }
@@ -84,7 +76,7 @@ fn infer_along(inputs: &[&Fact], axis: usize) -> Result<Vec<Fact>, FactError> {
     let [x] = arity(inputs)?;
     check_float("the input", x)?;
     check_axis(axis, x.rank())?;
-    Ok(vec![(*x).clone()])
+    Ok(vec![x.clone()])
 }
 
 /// The flat indices of each row along `axis`; rows in row-major order of the other axes.
@@ -106,12 +98,12 @@ pub(in crate::op) fn max_and_sum(x: &View<'_>, row: &[usize]) -> (f64, f64) {
 pub fn samples() -> Vec<Sample> {
     let soft = |axis| Op::Softmax(Softmax { axis });
     let log = |axis| Op::LogSoftmax(LogSoftmax { axis });
-    let sample = |title, op, x: Tensor| Sample { title, op, inputs: vec![x], differentiate: vec![0] };
+    let sample = |title, op, x: Tensor| Sample::new(title, op, vec![x]);
     let large = || Tensor::from_f32(&[2, 3], &[1000.0, 1001.0, 999.0, -1000.0, -1000.5, -2000.0]);
     let masked = Tensor::from_f32(&[2, 3], &[0.5, f32::NEG_INFINITY, -0.25, 1.0, 2.0, f32::NEG_INFINITY]);
     let undefined = Tensor::from_f32(&[1, 2], &[f32::NEG_INFINITY; 2]);
     // Not differentiated: undefined at a mask, and too imprecise at large numbers.
-    let forward_sample = |title, op, x| Sample { title, op, inputs: vec![x], differentiate: vec![] };
+    let forward_sample = |title, op, x| Sample::forward(title, op, vec![x]);
     vec![
         sample("last axis", soft(1), ramp(&[3, 5], 1)),
         sample("middle axis", soft(1), ramp(&[2, 4, 3], 2)),

@@ -8,10 +8,6 @@ use crate::tensor::dim::volume;
 use std::cmp::Ordering;
 
 impl OpRule for TopK {
-    fn name(&self) -> &'static str {
-        "top_k"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = arity(inputs)?;
         check_axis(self.axis, x.rank())?;
@@ -102,14 +98,10 @@ fn starts<'b>(site: Expr<'b>, rows: &Dim, size: &Dim, all: &Dim) -> Expr<'b> {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, axis, count: usize, largest, x: Tensor| Sample {
-        title,
-        op: Op::TopK(TopK { axis, count: Dim::from(count), largest }),
-        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
-        inputs: vec![x],
+    let sample = |title, axis, count: usize, largest, x: Tensor| {
+        Sample::new(title, Op::TopK(TopK { axis, count: Dim::from(count), largest }), vec![x])
     };
-    let large = Tensor::new(DType::U64, vec![3], [3, u64::MAX, 7].map(u64::to_le_bytes).concat().into())
-        .expect("three numbers of eight bytes");
+    let large = Tensor::from_i64(&[3], &[3, -1, 7]).cast(DType::U64);
     let odd = Tensor::from_f32(&[4], &[1.0, f32::NAN, 3.0, f32::INFINITY]);
     let mut list = Vec::new();
     for largest in [true, false] {

@@ -5,10 +5,6 @@ use super::*;
 use crate::tensor::view::strides;
 
 impl OpRule for Transpose {
-    fn name(&self) -> &'static str {
-        "transpose"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = arity(inputs)?;
         let mut sorted = self.perm.clone();
@@ -55,11 +51,8 @@ impl OpRule for Transpose {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, x: Tensor, perm: &[usize]| Sample {
-        title,
-        op: Op::Transpose(Transpose { perm: perm.to_vec() }),
-        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
-        inputs: vec![x],
+    let sample = |title, x: Tensor, perm: &[usize]| {
+        Sample::new(title, Op::Transpose(Transpose { perm: perm.to_vec() }), vec![x])
     };
     let ramp = |shape: &[usize]| {
         let count: usize = shape.iter().product();

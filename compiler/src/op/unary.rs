@@ -3,7 +3,7 @@
 use super::*;
 use crate::op::sharding::elementwise;
 
-impl OpRule for Unary {
+impl Named for Unary {
     fn name(&self) -> &'static str {
         match self {
             Unary::Neg => "neg",
@@ -38,7 +38,9 @@ impl OpRule for Unary {
             Unary::Not => "not",
         }
     }
+}
 
+impl OpRule for Unary {
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = arity(inputs)?;
         let (is_supported, expected) = match self {
@@ -47,7 +49,7 @@ impl OpRule for Unary {
             _ => (x.dtype.is_float(), "a float"),
         };
         check_dtype(is_supported, "the input", expected, x)?;
-        Ok(vec![(*x).clone()])
+        Ok(vec![x.clone()])
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {

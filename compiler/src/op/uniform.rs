@@ -24,10 +24,6 @@ impl Uniform {
 }
 
 impl OpRule for Uniform {
-    fn name(&self) -> &'static str {
-        "uniform"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [counter] = arity(inputs)?;
         check_float("the result", &self.fact)?;
@@ -47,11 +43,12 @@ impl OpRule for Uniform {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, dtype, shape: &[usize], stream, counter| Sample {
-        title,
-        op: Op::Uniform(Uniform { fact: Fact::of(dtype, shape), stream }),
-        inputs: vec![Tensor::from_i64(&[], &[counter])],
-        differentiate: vec![],
+    let sample = |title, dtype, shape: &[usize], stream, counter| {
+        Sample::forward(
+            title,
+            Op::Uniform(Uniform { fact: Fact::of(dtype, shape), stream }),
+            vec![Tensor::from_i64(&[], &[counter])],
+        )
     };
     vec![
         sample("a row for each example", DType::F32, &[4, 1, 1], 0, 7),
