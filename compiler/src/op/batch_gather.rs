@@ -151,25 +151,3 @@ pub fn samples() -> Vec<Sample> {
         sample("half precision", scatter(1, 2), ramp(&[1, 3]).cast(DType::F16), index(&[1, 3], &[0, 0, 1])),
     ]
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::op::sample::dims;
-
-    #[test]
-    fn shapes_follow_the_indices() {
-        let fact = |dtype, text| Fact::new(dtype, dims(text));
-        let (x, slots) = (fact(DType::F32, "batch slots 8"), fact(DType::I64, "batch 2 tokens"));
-        let y = BatchGather { batch: 1 }.infer(&[&x, &slots]).unwrap();
-        assert_eq!(y[0].shape, dims("batch 2 tokens 8"));
-        let scatter = |batch, size| BatchScatterAdd { batch, size: Dim::parse(size).unwrap() }.infer(&[&y[0], &slots]);
-        assert_eq!(scatter(1, "slots").unwrap()[0].shape, dims("batch slots 8"));
-        assert_eq!(scatter(0, "slots").unwrap()[0].shape, dims("slots 8"));
-        assert!(scatter(4, "slots").is_err() && scatter(1, "-1").is_err());
-        let other = fact(DType::I64, "2 tokens");
-        assert!(BatchGather { batch: 1 }.infer(&[&x, &other]).is_err());
-        assert!(BatchGather { batch: 3 }.infer(&[&x, &slots]).is_err());
-        assert!(BatchGather { batch: 1 }.infer(&[&x, &y[0]]).is_err());
-    }
-}

@@ -351,14 +351,4 @@ mod tests {
             assert!(apply(op, f64::NAN, 1.0).is_nan() && apply(op, 1.0, f64::NAN).is_nan());
         }
     }
-
-    #[test]
-    fn element_types_must_agree() {
-        let (f, i, b) = (Fact::of(DType::F32, &[]), Fact::of(DType::I64, &[]), Fact::of(DType::Bool, &[]));
-        assert!(Binary::Add.infer(&[&f, &i]).is_err());
-        assert!(Binary::Add.infer(&[&b, &b]).is_err());
-        assert!(Binary::And.infer(&[&f, &f]).is_err());
-        assert!(Binary::ShiftLeft.infer(&[&b, &b]).is_err());
-        assert_eq!(Binary::Xor.infer(&[&b, &b]), Ok(vec![b]));
-    }
 }

@@ -50,12 +50,4 @@ mod tests {
         assert_eq!(bits.to_i64(), [0x3f80_0000]);
         assert_eq!(run(&BitCast { to: DType::F32 }, std::slice::from_ref(bits))[0], one);
     }
-
-    #[test]
-    fn widths_must_agree_and_truth_is_made_of_truth_alone() {
-        let infer = |from, to| BitCast { to }.infer(&[&Fact::of(from, &[2])]);
-        assert!(infer(DType::F32, DType::I64).is_err());
-        assert!(infer(DType::U8, DType::Bool).is_err());
-        assert_eq!(infer(DType::Bool, DType::U8), Ok(vec![Fact::of(DType::U8, &[2])]));
-    }
 }

@@ -61,14 +61,3 @@ pub fn samples() -> Vec<Sample> {
     list.extend([DType::I8, DType::I16, DType::I32, DType::U64].map(|to| sample("from bytes", bytes.clone(), to)));
     list
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_shape_stays() {
-        let x = Fact::new(DType::F32, vec![Dim::symbol("batch"), Dim::Known(3)]);
-        assert_eq!(Cast { to: DType::I64 }.infer(&[&x]), Ok(vec![Fact::new(DType::I64, x.shape.clone())]));
-    }
-}

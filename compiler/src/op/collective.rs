@@ -154,7 +154,6 @@ pub fn samples() -> Vec<Sample> {
 mod tests {
     use super::*;
     use crate::op::sample::try_run;
-    use crate::op::table::rule;
 
     fn parts() -> [Tensor; 2] {
         [Tensor::from_f32(&[2, 2], &[1., 2., 3., 4.]), Tensor::from_f32(&[2, 2], &[10., 20., 30., 40.])]
@@ -178,22 +177,6 @@ mod tests {
         let swapped = [[1., 2., 10., 20.], [3., 4., 30., 40.]];
         assert_eq!(run_together(Op::AllToAll(AllToAll { from: columns, to: rows, devices })), swapped);
         assert_eq!(run_together(Op::Shard(Shard { cut: columns, devices })), [[1., 3.], [20., 40.]]);
-    }
-
-    #[test]
-    fn facts_follow_and_uneven_parts_are_refused() {
-        let x = Fact::of(DType::F32, &[4, 6]);
-        let infer = |op: Op| rule(&op).infer(&[&x]).map(|facts| facts[0].to_string());
-        let cut = |axis, blocks| SplitDim { axis, blocks };
-        assert_eq!(infer(Op::Shard(Shard { cut: cut(1, 3), devices: 2 })).unwrap(), "f32[4, 3]");
-        assert_eq!(infer(Op::AllGather(AllGather { cut: cut(0, 1), devices: 4 })).unwrap(), "f32[16, 6]");
-        let exchanged = AllToAll { from: cut(0, 1), to: cut(1, 1), devices: 2 };
-        assert_eq!(infer(Op::AllToAll(exchanged)).unwrap(), "f32[8, 3]");
-        assert!(infer(Op::Shard(Shard { cut: cut(1, 1), devices: 4 })).is_err());
-        assert!(infer(Op::Shard(Shard { cut: cut(2, 1), devices: 2 })).is_err());
-        assert!(infer(Op::AllReduce(AllReduce { kind: ReduceKind::Mean, devices: 2 })).is_err());
-        assert!(infer(Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices: 0 })).is_err());
-        assert!(infer(Op::AllGather(AllGather { cut: cut(0, 1), devices: usize::MAX })).is_err());
     }
 
     #[test]

@@ -104,20 +104,3 @@ pub fn samples() -> Vec<Sample> {
         sample("booleans", 0, vec![Tensor::from_bool(&[1], &[true]), Tensor::from_bool(&[1], &[false])]),
     ]
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_the_axis_may_differ() {
-        let fact = |dims: &[&str]| Fact::new(DType::F32, dims.iter().map(|d| Dim::parse(d).unwrap()).collect());
-        let (a, b) = (fact(&["batch", "3"]), fact(&["seq", "3"]));
-        assert_eq!(Concat { axis: 0 }.infer(&[&a, &b, &a]).unwrap()[0], fact(&["batch*2+seq", "3"]));
-        assert!(Concat { axis: 1 }.infer(&[&a, &b]).is_err());
-        assert!(Concat { axis: 2 }.infer(&[&a, &a]).is_err());
-        assert!(Concat { axis: 0 }.infer(&[&a, &fact(&["3"])]).is_err());
-        assert!(Concat { axis: 0 }.infer(&[]).is_err());
-        assert!(Concat { axis: 0 }.infer(&[&a, &Fact::new(DType::F64, a.shape.clone())]).is_err());
-    }
-}

@@ -111,11 +111,4 @@ mod tests {
         assert_eq!(accumulate(Prod, false, false), [1, 2, 6, 24]);
         assert_eq!(accumulate(Prod, true, true), [24, 12, 4, 1]);
     }
-
-    #[test]
-    fn odd_inputs_are_refused() {
-        let op = Cumulative { kind: CumulativeKind::Sum, axis: 1, exclusive: false, reverse: false };
-        assert!(op.infer(&[&Fact::of(DType::F32, &[2])]).is_err());
-        assert!(op.infer(&[&Fact::of(DType::Bool, &[2, 2])]).is_err());
-    }
 }

@@ -237,7 +237,6 @@ pub fn samples() -> Vec<Sample> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::sample::dims;
 
     #[test]
     fn out_of_range_index_is_an_error() {
@@ -247,18 +246,5 @@ mod tests {
         for (v, dtype) in [(4, DType::I64), (-5, DType::I32), (i64::MIN, DType::I64), (-1, DType::U64)] {
             assert_eq!(at(v, dtype), Err(KernelError::Index { index: v, size: 4 }));
         }
-    }
-
-    #[test]
-    fn shapes_follow_the_indices() {
-        let fact = |dtype, text| Fact::new(dtype, dims(text));
-        let indices = fact(DType::I64, "batch seq");
-        let y = Gather { axis: 1 }.infer(&[&fact(DType::F32, "2 words 8"), &indices]).unwrap();
-        assert_eq!(y[0].shape, dims("2 batch seq 8"));
-        let scatter = |axis, size| ScatterAdd { axis, size: Dim::parse(size).unwrap() }.infer(&[&y[0], &indices]);
-        assert_eq!(scatter(1, "words").unwrap()[0].shape, dims("2 words 8"));
-        assert!(scatter(0, "words").is_err() && scatter(1, "-1").is_err() && scatter(9, "2").is_err());
-        assert!(Gather { axis: 0 }.infer(&[&fact(DType::F32, ""), &indices]).is_err());
-        assert!(Gather { axis: 0 }.infer(&[&y[0], &fact(DType::F32, "2")]).is_err());
     }
 }

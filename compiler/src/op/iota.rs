@@ -54,11 +54,4 @@ mod tests {
         Iota { fact, axis: 0 }.reference(&[], &mut [ViewMut::new(DType::U8, &[3, 2], &mut bytes)]).unwrap();
         assert_eq!(bytes, [0, 0, 1, 1, 2, 2]);
     }
-
-    #[test]
-    fn odd_attributes_are_refused() {
-        assert!(Iota { fact: Fact::of(DType::I64, &[]), axis: 0 }.infer(&[]).is_err());
-        assert!(Iota { fact: Fact::of(DType::Bool, &[2]), axis: 0 }.infer(&[]).is_err());
-        assert!(Iota { fact: Fact::new(DType::I64, vec![Dim::Known(-1)]), axis: 0 }.infer(&[]).is_err());
-    }
 }

@@ -134,34 +134,3 @@ pub fn samples() -> Vec<Sample> {
         sample("booleans", Tensor::from_bool(&[2], &[false, true]), &[1], &[1], &[0], 1.0),
     ]
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn padded_size(size: &str, low: &str, high: &str, interior: usize) -> Result<Dim, FactError> {
-        let dim = |text| Dim::parse(text).unwrap();
-        let pad = Pad { low: vec![dim(low)], high: vec![dim(high)], interior: vec![interior], value: 0.0 };
-        Ok(pad.infer(&[&Fact::new(DType::F32, vec![dim(size)])])?[0].shape[0].clone())
-    }
-
-    #[test]
-    fn sizes_add_up_with_symbols() {
-        for (size, low, high, interior, total) in [
-            ("3", "1", "2", 1, "8"),
-            ("0", "1", "2", 5, "3"),
-            ("batch", "0", "seq", 0, "batch+seq"),
-            ("batch", "1", "0", 1, "batch*2"),
-        ] {
-            assert_eq!(padded_size(size, low, high, interior), Ok(Dim::parse(total).unwrap()));
-        }
-    }
-
-    #[test]
-    fn hostile_padding_is_refused() {
-        assert!(padded_size("3", "-1", "2", 0).is_err());
-        assert!(padded_size("3", "0", "0", usize::MAX).is_err());
-        assert!(padded_size("3", "0", "0", i64::MAX as usize).is_err());
-        assert!(padded_size("3", "9223372036854775807", "1", 0).is_err());
-    }
-}

@@ -101,29 +101,3 @@ pub fn samples() -> Vec<Sample> {
         sample("booleans", Tensor::from_bool(&[2], &[true, false]), &[2, 1]),
     ]
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn infer(from: &[&str], to: &[&str]) -> Result<Vec<Fact>, FactError> {
-        let shape = |text: &[&str]| text.iter().map(|d| Dim::parse(d).unwrap()).collect();
-        Reshape { shape: shape(to) }.infer(&[&Fact::new(DType::F32, shape(from))])
-    }
-
-    #[test]
-    fn symbols_are_counted_too() {
-        assert!(infer(&["batch", "16", "4"], &["batch*64"]).is_ok());
-        assert!(infer(&["batch", "seq"], &["seq", "batch"]).is_ok());
-        let error = infer(&["batch", "16"], &["batch", "15"]).unwrap_err().to_string();
-        let reshape_error =
-            "the input shape is [batch, 16] (batch*16 elements), the target shape is [batch, 15] (batch*15 elements)";
-        assert_eq!(error, reshape_error);
-    }
-
-    #[test]
-    fn hostile_shapes_are_refused() {
-        assert!(infer(&["6"], &["-2", "-3"]).is_err());
-        assert!(infer(&["6"], &["9223372036854775807", "9223372036854775807"]).is_err());
-    }
-}

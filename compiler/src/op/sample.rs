@@ -49,25 +49,6 @@ pub fn try_run(rule: &dyn OpRule, inputs: &[Tensor]) -> Result<Vec<Tensor>, Kern
     Ok(tensors.collect())
 }
 
-/// The dims of a text such as `batch 3`.
-#[cfg(test)]
-pub fn dims(text: &str) -> Vec<Dim> {
-    text.split_whitespace().map(|dim| Dim::parse(dim).unwrap()).collect()
-}
-
-/// A fact of `f32` with the dims of a text.
-#[cfg(test)]
-pub fn fact(text: &str) -> Fact {
-    Fact::new(DType::F32, dims(text))
-}
-
-/// The facts that a rule infers, or its error, as text.
-#[cfg(test)]
-pub fn inferred(rule: &dyn OpRule, inputs: &[Fact]) -> String {
-    let text = |facts: Vec<Fact>| facts.iter().map(Fact::to_string).collect::<Vec<_>>().join(" ");
-    rule.infer(&inputs.iter().collect::<Vec<_>>()).map_or_else(|error| error.to_string(), text)
-}
-
 #[cfg(test)]
 pub fn assert_close(got: &Tensor, expected: &[f64]) {
     assert_eq!(got.len(), expected.len());

@@ -71,18 +71,3 @@ pub fn samples() -> Vec<Sample> {
         sample("booleans", Tensor::from_bool(&[1, 2], &[true, false]), &[1, 0]),
     ]
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_permutations() {
-        let x = Fact::new(DType::F32, vec![Dim::symbol("batch"), Dim::Known(3)]);
-        let infer = |perm: &[usize]| Transpose { perm: perm.to_vec() }.infer(&[&x]);
-        assert_eq!(infer(&[1, 0]).unwrap()[0].to_string(), "f32[3, batch]");
-        for wrong in [&[0][..], &[0, 0], &[0, 2], &[1, 0, 2], &[usize::MAX, 0]] {
-            assert!(infer(wrong).is_err());
-        }
-    }
-}

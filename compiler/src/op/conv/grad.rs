@@ -132,36 +132,3 @@ pub fn samples() -> Vec<Sample> {
     };
     cases().into_iter().flat_map(with_gradients).collect()
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::op::sample::inferred;
-
-    #[test]
-    fn shapes_that_no_convolution_joins_are_errors() {
-        let fact = |shape: &[usize]| Fact::of(DType::F32, shape);
-        let input = |spatial: &[i64], groups, dy: &[usize], w: &[usize]| {
-            let spatial = spatial.iter().map(|&d| Dim::from(d)).collect();
-            let op = ConvInputGrad { window: Window::plain(1), groups, spatial };
-            inferred(&op, &[fact(dy), fact(w)])
-        };
-        assert_eq!(input(&[8], 1, &[2, 4, 6], &[4, 3, 3]), "f32[2, 3, 8]");
-        assert_eq!(input(&[8], 2, &[2, 4, 6], &[4, 3, 3]), "f32[2, 6, 8]");
-        let message = "the spatial shape of the gradient is [6], that of the convolution is [7]";
-        assert_eq!(input(&[9], 1, &[2, 4, 6], &[4, 3, 3]), message);
-        assert_eq!(input(&[8], 1, &[2, 5, 6], &[4, 3, 3]), "weight output channels is 4, gradient channels is 5");
-        assert!(input(&[-1], 1, &[2, 4, 6], &[4, 3, 3]).contains("negative"));
-        assert!(input(&[8, 8], 1, &[2, 4, 6], &[4, 3, 3]).contains("the list of spatial dims has rank 2"));
-
-        let weight = |kernel: &[usize], groups, dy: &[usize], x: &[usize]| {
-            let op = ConvWeightGrad { window: Window::plain(1), groups, kernel: kernel.to_vec() };
-            inferred(&op, &[fact(dy), fact(x)])
-        };
-        assert_eq!(weight(&[3], 2, &[2, 4, 6], &[2, 6, 8]), "f32[4, 3, 3]");
-        assert_eq!(weight(&[3], 1, &[1, 4, 6], &[2, 6, 8]), "gradient batch is 1, input batch is 2");
-        assert!(weight(&[3], 4, &[2, 4, 6], &[2, 6, 8]).contains("does not divide the 6 input channels"));
-        assert!(weight(&[usize::MAX], 1, &[2, 4, 6], &[2, 6, 8]).contains("too large"));
-        assert!(weight(&[], 1, &[2, 4, 6], &[2, 6, 8]).contains("the kernel has rank 0"));
-    }
-}

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::op::conv::even;
-use crate::op::sample::{assert_close, fact, inferred};
+use crate::op::sample::assert_close;
 
 /// `[1, 1, 4, 5]`: `(7 i) mod 20`.
 fn scattered() -> Tensor {
@@ -86,26 +86,4 @@ fn a_window_of_padding_alone_passes_nothing_on() {
     let avg = AvgPool { kernel: vec![1], window: even(1, 1, 1, 1), ceil: false, count_padding: false };
     assert_close(&run(&avg, &[x])[0], &[0., 3., 0.]);
     assert_close(&run(&AvgPoolGrad { forward: avg, spatial: vec![Dim::from(1i64)] }, &[dy])[0], &[7.]);
-}
-
-#[test]
-fn shapes_and_errors() {
-    let infer = |x: &str, kernel: &[usize], window: Window| {
-        inferred(&MaxPool { kernel: kernel.to_vec(), window, ceil: true }, &[fact(x)])
-    };
-    assert_eq!(infer("batch 64 112 112", &[3, 3], even(2, 2, 1, 1)), "f32[batch, 64, 57, 57]");
-    assert!(infer("1 64 8", &[3], even(1, 0, 1, 1)).contains("stride 0"));
-    assert!(infer("1 64 8", &[0], even(1, 1, 1, 1)).contains("kernel size 0"));
-    assert!(infer("1 64 8", &[usize::MAX], even(1, 1, 1, 1)).contains("kernel size 18446744073709551615"));
-    assert!(infer("1 64 8", &[12], even(1, 1, 1, 1)).contains("kernel of size 12"));
-    assert!(infer("1 64 8", &[3, 3], even(1, 1, 1, 1)).contains("the kernel has rank 2"));
-    assert!(infer("64 8", &[], even(0, 1, 1, 1)).contains("the input has rank 2"));
-
-    let dy = Fact::of(DType::F32, &[1, 2, 4]);
-    let forward = AvgPool { kernel: vec![2], window: even(1, 2, 0, 1), ceil: false, count_padding: false };
-    let infer = |size: i64| AvgPoolGrad { forward: forward.clone(), spatial: vec![Dim::from(size)] }.infer(&[&dy]);
-    assert_eq!(infer(9).unwrap()[0].to_string(), "f32[1, 2, 9]");
-    let error = infer(10).unwrap_err().to_string();
-    assert_eq!(error, "the output gradient is f32[1, 2, 4], the output of the pool is f32[1, 2, 5]");
-    assert!(infer(-1).unwrap_err().to_string().contains("negative"));
 }
