@@ -10,7 +10,7 @@
 use super::unary::scalar;
 use super::*;
 use std::cell::RefCell;
-use std::ops::{Add, Div, Mul, Neg, Sub};
+use std::ops::{Add, Div, Mul, Neg, Not, Sub};
 
 /// Where the ops of a formula go; shared by its values.
 pub trait Builder {
@@ -191,6 +191,14 @@ impl<'b> Neg for Expr<'b> {
     }
 }
 
+impl<'b> Not for Expr<'b> {
+    type Output = Expr<'b>;
+
+    fn not(self) -> Expr<'b> {
+        self.then(Op::Unary(Unary::Not))
+    }
+}
+
 macro_rules! functions {
     ($($method:ident $op:ident),*) => {
         impl Expr<'_> { $(
@@ -203,7 +211,7 @@ macro_rules! functions {
 
 functions!(
     sign Sign, exp Exp, log Log, sqrt Sqrt, rsqrt Rsqrt, reciprocal Reciprocal, sin Sin, cos Cos, sinh Sinh, cosh Cosh, tanh Tanh,
-    sigmoid Sigmoid, erf Erf, softplus Softplus, floor Floor, not Not
+    sigmoid Sigmoid, erf Erf, softplus Softplus, floor Floor
 );
 
 /// Emits a formula of some values.

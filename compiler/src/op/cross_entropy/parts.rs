@@ -102,7 +102,7 @@ fn valid_mask(target: Expr<'_>, ignore: Option<i64>) -> Expr<'_> {
     };
     // Compared as `i64`: if the target's type cannot represent the ignored label, no target is ignored.
     let target = if target.dtype() == DType::I64 { target } else { target.cast(DType::I64) };
-    target.equal(target.integer(ignore)).not()
+    !target.equal(target.integer(ignore))
 }
 
 /// Number of true elements, as `i64`: a narrow float could not count them.
