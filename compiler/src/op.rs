@@ -22,6 +22,7 @@ pub mod conv;
 pub mod cross_entropy;
 pub mod cumulative;
 pub mod dropout;
+pub mod expr;
 pub mod flip;
 pub mod gather;
 pub mod grouped_matmul;
@@ -32,6 +33,7 @@ pub mod lstm;
 pub mod matmul;
 pub mod pad;
 pub mod pool;
+pub mod recurrent;
 pub mod reduce;
 pub mod reshape;
 pub mod rnn;
@@ -58,7 +60,11 @@ use crate::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 pub use crate::op::sharding::{Group, LocalContext, Sharding, SplitDim, Strategy};
-pub use rule::{BackwardContext, Cost, Emit, FactError, KernelError, OpRule, Sample, elements, moved_bytes};
+pub use expr::{Expr, emit, emit_all};
+pub use rule::{
+    BackwardContext, Cost, Emit, FactError, KernelError, Named, OpRule, Sample, arity, check_axis, check_dtype,
+    check_float, check_like, check_same, elements, moved_bytes,
+};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

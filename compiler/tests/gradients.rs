@@ -4,10 +4,11 @@
 use compiler::graph::bind::bind;
 use compiler::graph::evaluate::evaluate;
 use compiler::graph::{Graph, Origin, Writer};
+use compiler::op::expr::backward;
 use compiler::op::table::{rule, samples};
 use compiler::op::{
-    AvgPool, BackwardContext, BatchNorm, Binary, Broadcast, Concat, Constant, Conv, CrossEntropy, Emit, Gather, Input,
-    LayerNorm, LogSoftmax, MatMul, MaxPool, Op, Pad, Reduce, ReduceKind, Sample, Select, Slice, Softmax, Value, Window,
+    AvgPool, BatchNorm, Binary, Broadcast, Concat, Constant, Conv, CrossEntropy, Emit, Gather, Input, LayerNorm,
+    LogSoftmax, MatMul, MaxPool, Op, Pad, Reduce, ReduceKind, Sample, Select, Slice, Softmax, Value, Window,
 };
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
@@ -45,8 +46,7 @@ fn case(op: &Op, facts: &[Fact], needs_gradient: &[bool]) -> Case {
     };
     let mut d_outputs = vec![None; outputs.len()];
     d_outputs[0] = Some(writer.emit(dy, &[]));
-    let context = BackwardContext { inputs: &inputs, outputs: &outputs, d_outputs: &d_outputs, wanted: needs_gradient };
-    let gradients = rule(op).backward(context, &mut writer);
+    let gradients = backward(rule(op), [&inputs, &outputs], &d_outputs, needs_gradient, &mut writer);
     for (input, gradient) in inputs.iter().zip(&gradients) {
         if let Some(gradient) = gradient {
             assert_eq!(writer.fact(*gradient), writer.fact(*input), "the gradient is not like its input: {op:?}");

@@ -70,9 +70,8 @@ fn run_sharded(op: &Op, strategy: &Strategy, inputs: &[Tensor], devices: usize) 
         }
     }
     let facts: Vec<&Fact> = facts.iter().collect();
-    let at = LocalContext { inputs: &values, whole: &facts, devices };
     let mut out = Writer { graph: &mut graph, origin: Origin::default() };
-    let outputs = write(op, strategy, &at, &mut out);
+    let outputs = write(op, strategy, &values, &facts, devices, &mut out);
     verify(&graph).unwrap();
     let values = evaluate_spmd::evaluate(&graph, &feeds).map_err(|e| e.to_string())?;
     let per_device = |value: &Value| -> Vec<Tensor> { values.iter().map(|device| device[value].clone()).collect() };

@@ -11,26 +11,15 @@ fn check_batch_axes<'a>(batch: usize, slices: &'a Fact, indices: &'a Fact) -> Re
         }
     }
     if slices.shape[..batch] != indices.shape[..batch] {
-        return Err(FactError::Mismatch {
-            left_name: "the batch of",
-            left: slices.to_string(),
-            right_name: "that of the indices",
-            right: indices.to_string(),
-        });
+        return Err(FactError::mismatch("the batch of", &slices, "that of the indices", &indices));
     }
     Ok(&slices.shape[..batch])
 }
 
 impl OpRule for BatchGather {
-    fn name(&self) -> &'static str {
-        "batch_gather"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x, indices] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
-        if self.batch >= x.rank() {
-            return Err(FactError::Axis { axis: self.batch, rank: x.rank() });
-        }
+        let [x, indices] = arity(inputs)?;
+        check_axis(self.batch, x.rank())?;
         check_batch_axes(self.batch, x, indices)?;
         let shape = [&indices.shape, &x.shape[self.batch + 1..]].concat();
         Ok(vec![Fact::new(x.dtype, shape)])
@@ -42,13 +31,11 @@ impl OpRule for BatchGather {
     }
 
     // dx = Σ dy per index, for each example
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let x = out.fact(context.inputs[0]);
-        if !x.dtype.is_float() || !context.wanted[0] {
-            return vec![None, None];
-        }
-        let scatter = BatchScatterAdd { batch: self.batch, size: x.shape[self.batch].clone() };
-        vec![Some(out.emit(Op::BatchScatterAdd(scatter), &[context.dy(), context.inputs[1]])), None]
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let [x, indices] = *context.inputs else { unreachable!("infer checks the arity") };
+        let scatter = || BatchScatterAdd { batch: self.batch, size: x.shape()[self.batch].clone() };
+        let dx = || emit(Op::BatchScatterAdd(scatter()), &[context.dy(), indices]);
+        vec![(x.is_float() && context.wanted[0]).then(dx), None]
     }
 
     // Batch axes, axes of the slices, or axes of the indices. Along the indexed axis every device gathers from its
@@ -67,11 +54,10 @@ impl OpRule for BatchGather {
         strategies
     }
 
-    fn write_part(&self, _: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let local = local_indices(out, context.inputs[1], context.whole[0].shape[self.batch].clone(), context.devices);
-        let gathered = out.emit(Op::BatchGather(*self), &[context.inputs[0], local.indices]);
-        let rank = out.fact(gathered).rank();
-        vec![or_zero(out, local.in_shard, gathered, rank)]
+    fn write_part<'b>(&self, _: &Strategy, context: &LocalContext<'b>) -> Vec<Expr<'b>> {
+        let local = local_indices(context.inputs[1], context.whole[0].shape[self.batch].clone(), context.devices);
+        let gathered = emit(Op::BatchGather(*self), &[context.inputs[0], local.indices]);
+        vec![or_zero(local.in_shard, gathered, gathered.fact().rank())]
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -84,26 +70,15 @@ impl OpRule for BatchGather {
 }
 
 impl OpRule for BatchScatterAdd {
-    fn name(&self) -> &'static str {
-        "batch_scatter_add"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [dy, indices] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
-        if dy.dtype == DType::Bool {
-            return Err(FactError::DType { what: "dy", expected: "a number".into(), got: dy.dtype });
-        }
+        let [dy, indices] = arity(inputs)?;
+        check_dtype(dy.dtype != DType::Bool, "dy", "a number", dy)?;
         if self.size.known().is_some_and(|v| v < 0) {
             return Err(FactError::Attribute(format!("an axis cannot have size {}", self.size)));
         }
         let batch = check_batch_axes(self.batch, dy, indices)?;
         let Some(after) = dy.shape.strip_prefix(&indices.shape[..]) else {
-            return Err(FactError::Mismatch {
-                left_name: "dy",
-                left: dy.to_string(),
-                right_name: "the tensor of indices",
-                right: indices.to_string(),
-            });
+            return Err(FactError::mismatch("dy", &dy, "the tensor of indices", &indices));
         };
         let shape = [batch, std::slice::from_ref(&self.size), after].concat();
         Ok(vec![Fact::new(dy.dtype, shape)])
@@ -114,12 +89,10 @@ impl OpRule for BatchScatterAdd {
     }
 
     // d(dy) = the slices of the output's gradient at the indices, for each example
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        if !out.fact(context.inputs[0]).dtype.is_float() || !context.wanted[0] {
-            return vec![None, None];
-        }
-        let gather = Op::BatchGather(BatchGather { batch: self.batch });
-        vec![Some(out.emit(gather, &[context.dy(), context.inputs[1]])), None]
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let [dy, indices] = *context.inputs else { unreachable!("infer checks the arity") };
+        let gather = || emit(Op::BatchGather(BatchGather { batch: self.batch }), &[context.dy(), indices]);
+        vec![(dy.is_float() && context.wanted[0]).then(gather), None]
     }
 
     // Mirrors the gather; along the indexed axis every device sums the gradients of its own slices.
@@ -137,12 +110,11 @@ impl OpRule for BatchScatterAdd {
         strategies
     }
 
-    fn write_part(&self, _: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let local = local_indices(out, context.inputs[1], self.size.clone(), context.devices);
-        let rank = out.fact(context.inputs[0]).rank();
-        let dy = or_zero(out, local.in_shard, context.inputs[0], rank);
+    fn write_part<'b>(&self, _: &Strategy, context: &LocalContext<'b>) -> Vec<Expr<'b>> {
+        let local = local_indices(context.inputs[1], self.size.clone(), context.devices);
+        let dy = or_zero(local.in_shard, context.inputs[0], context.whole[0].rank());
         let scatter = BatchScatterAdd { batch: self.batch, size: local.size };
-        vec![out.emit(Op::BatchScatterAdd(scatter), &[dy, local.indices])]
+        vec![emit(Op::BatchScatterAdd(scatter), &[dy, local.indices])]
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -155,12 +127,7 @@ impl OpRule for BatchScatterAdd {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, op, x: Tensor, indices: Tensor| Sample {
-        title,
-        op,
-        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
-        inputs: vec![x, indices],
-    };
+    let sample = |title, op, x: Tensor, indices: Tensor| Sample::new(title, op, vec![x, indices]);
     let gather = |batch| Op::BatchGather(BatchGather { batch });
     let scatter = |batch, size: usize| Op::BatchScatterAdd(BatchScatterAdd { batch, size: Dim::from(size) });
     let index = |shape: &[usize], v: &[i64]| Tensor::from_i64(shape, v);
@@ -183,26 +150,4 @@ pub fn samples() -> Vec<Sample> {
         sample("integers", scatter(1, 2), index(&[1, 3], &[i64::MAX, 1, 6]), index(&[1, 3], &[0, 0, 1])),
         sample("half precision", scatter(1, 2), ramp(&[1, 3]).cast(DType::F16), index(&[1, 3], &[0, 0, 1])),
     ]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn shapes_follow_the_indices() {
-        let dims = |text: &str| text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect::<Vec<_>>();
-        let fact = |dtype, text| Fact::new(dtype, dims(text));
-        let (x, slots) = (fact(DType::F32, "batch slots 8"), fact(DType::I64, "batch 2 tokens"));
-        let y = BatchGather { batch: 1 }.infer(&[&x, &slots]).unwrap();
-        assert_eq!(y[0].shape, dims("batch 2 tokens 8"));
-        let scatter = |batch, size| BatchScatterAdd { batch, size: Dim::parse(size).unwrap() }.infer(&[&y[0], &slots]);
-        assert_eq!(scatter(1, "slots").unwrap()[0].shape, dims("batch slots 8"));
-        assert_eq!(scatter(0, "slots").unwrap()[0].shape, dims("slots 8"));
-        assert!(scatter(4, "slots").is_err() && scatter(1, "-1").is_err());
-        let other = fact(DType::I64, "2 tokens");
-        assert!(BatchGather { batch: 1 }.infer(&[&x, &other]).is_err());
-        assert!(BatchGather { batch: 3 }.infer(&[&x, &slots]).is_err());
-        assert!(BatchGather { batch: 1 }.infer(&[&x, &y[0]]).is_err());
-    }
 }

@@ -3,21 +3,17 @@
 //! The formulas are those of [`super::layer_norm`], with means over all elements of a channel (batch and spatial axes)
 //! and one scale and bias per channel. Gradients of the statistics are ignored. An empty batch has NaN statistics.
 
-use super::layer_norm::{check_same, statistic_type};
+use super::layer_norm::statistic_type;
 use super::sample::{ramp, run};
 use super::*;
 
 impl OpRule for BatchNorm {
-    fn name(&self) -> &'static str {
-        "batch_norm"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x, scale, bias] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
+        let [x, scale, bias] = arity(inputs)?;
         let channels = per_channel(x, scale)?;
         check_same("the scale", scale, "one value a channel", &channels)?;
         check_same("the bias", bias, "one value a channel", &channels)?;
-        Ok(vec![(*x).clone(), channels.clone(), channels.clone(), channels])
+        Ok(vec![x.clone(), channels.clone(), channels.clone(), channels])
     }
 
     // Per element: 1 flop for the mean, 3 for the variance, 3 for y.
@@ -26,12 +22,11 @@ impl OpRule for BatchNorm {
     }
 
     // dx, dscale, dbias = BatchNormGrad(dy, x, scale, mean, rstd)
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         let Some(dy) = context.d_outputs[0] else { return vec![None; 3] };
-        let grad = Op::BatchNormGrad(BatchNormGrad {});
-        let gradients =
-            out.emit_all(grad, &[dy, context.inputs[0], context.inputs[1], context.outputs[1], context.outputs[3]]);
-        gradients.into_iter().zip(context.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
+        let (inputs, outputs) = (context.inputs, context.outputs);
+        let saved = [dy, inputs[0], inputs[1], outputs[1], outputs[3]];
+        context.wanted_of(emit_all(Op::BatchNormGrad(BatchNormGrad {}), &saved))
     }
 
     fn takes_gradient(&self, output: usize) -> bool {
@@ -64,20 +59,14 @@ impl OpRule for BatchNorm {
 }
 
 impl OpRule for BatchNormGrad {
-    fn name(&self) -> &'static str {
-        "batch_norm_grad"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [dy, x, scale, mean, rstd] = inputs else {
-            return Err(FactError::Arity { expected: 5, got: inputs.len() });
-        };
+        let [dy, x, scale, mean, rstd] = arity(inputs)?;
         let channels = per_channel(x, scale)?;
         check_same("the output gradient", dy, "the input", x)?;
         check_same("the scale", scale, "one value a channel", &channels)?;
         check_same("the mean", mean, "one value a channel", &channels)?;
         check_same("the reciprocal deviation", rstd, "one value a channel", &channels)?;
-        Ok(vec![(*x).clone(), channels.clone(), channels])
+        Ok(vec![x.clone(), channels.clone(), channels])
     }
 
     // Per element: 2 flops for x̂, 3 for dscale and dbias, which are also the sums in dx, and 5 for dx.
@@ -118,9 +107,7 @@ impl OpRule for BatchNormGrad {
 }
 
 fn per_channel(x: &Fact, scale: &Fact) -> Result<Fact, FactError> {
-    if !x.dtype.is_float() {
-        return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
-    }
+    check_float("the input", x)?;
     match x.shape.get(1) {
         Some(channels) => Ok(Fact::new(statistic_type(x, scale), vec![channels.clone()])),
         None => {
@@ -149,8 +136,8 @@ pub fn samples() -> Vec<Sample> {
         let (x, scale, dy) = (inputs[0].clone(), inputs[1].clone(), ramp(shape, 4));
         let grad_inputs = vec![dy, x, scale, saved[1].clone(), saved[3].clone()];
         [
-            Sample { title, op: Op::BatchNorm(forward), inputs, differentiate: vec![0, 1, 2] },
-            Sample { title, op: Op::BatchNormGrad(BatchNormGrad {}), inputs: grad_inputs, differentiate: vec![] },
+            Sample::new(title, Op::BatchNorm(forward), inputs),
+            Sample::forward(title, Op::BatchNormGrad(BatchNormGrad {}), grad_inputs),
         ]
     };
     cases.into_iter().flat_map(with_gradient).collect()
@@ -159,6 +146,7 @@ pub fn samples() -> Vec<Sample> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::op::sample::assert_close;
 
     // torch.nn.functional.batch_norm(x, None, None, scale, bias, True, 0.1, 1e-3) in f64, and its backward
     #[test]
@@ -201,24 +189,5 @@ mod tests {
         let inputs = [(&[0, 2][..]), &[2], &[2]].map(|shape| Tensor::zeros(DType::F32, shape));
         let saved = run(&BatchNorm { epsilon: 1e-5 }, &inputs);
         assert!(saved[1..].iter().all(|t| t.len() == 2 && t.to_f64().iter().all(|v| v.is_nan())));
-    }
-
-    #[test]
-    fn shapes_and_errors() {
-        let fact = |shape: &[Dim]| Fact::new(DType::F32, shape.to_vec());
-        let (batch, six) = (Dim::symbol("batch"), Dim::from(6i64));
-        let (x, scale) = (fact(&[batch.clone(), six.clone()]), fact(std::slice::from_ref(&six)));
-        let op = BatchNorm { epsilon: 1e-5 };
-        assert_eq!(op.infer(&[&x, &scale, &scale]).unwrap()[3].to_string(), "f32[6]");
-        let error = op.infer(&[&x, &scale, &x]).unwrap_err();
-        assert_eq!(error.to_string(), "the bias is f32[batch, 6], one value a channel is f32[6]");
-        assert!(op.infer(&[&scale, &scale, &scale]).unwrap_err().to_string().contains("at least 2"));
-    }
-
-    fn assert_close(got: &Tensor, expected: &[f64]) {
-        assert_eq!(got.len(), expected.len());
-        for (g, e) in got.to_f64().iter().zip(expected) {
-            assert!((g - e).abs() < 1e-12, "{got:?} is not {expected:?}");
-        }
     }
 }

@@ -4,20 +4,16 @@ use super::*;
 use crate::tensor::view::strides;
 
 impl OpRule for Broadcast {
-    fn name(&self) -> &'static str {
-        "broadcast"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        let [x] = arity(inputs)?;
         check_sizes("broadcast", &self.shape)?;
         if broadcast_shapes(&x.shape, &self.shape)? != self.shape {
-            return Err(FactError::Mismatch {
-                left_name: "the input shape",
-                left: shape_text(&x.shape),
-                right_name: "the target shape",
-                right: shape_text(&self.shape),
-            });
+            return Err(FactError::mismatch(
+                "the input shape",
+                shape_text(&x.shape),
+                "the target shape",
+                shape_text(&self.shape),
+            ));
         }
         Ok(vec![Fact::new(x.dtype, self.shape.clone())])
     }
@@ -27,13 +23,9 @@ impl OpRule for Broadcast {
     }
 
     // dx = Σ dy over the broadcast axes
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let x = out.fact(context.inputs[0]);
-        if !x.dtype.is_float() {
-            return vec![None];
-        }
-        let dy = context.dy();
-        vec![Some(sum_to(out, dy, &x))]
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let x = context.inputs[0];
+        vec![x.is_float().then(|| context.dy().sum_to(x))]
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
@@ -72,36 +64,30 @@ pub fn broadcast_shapes(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, FactError> {
             match (da == db || db.is(1), da.is(1)) {
                 (true, _) => Ok(da.clone()),
                 (false, true) => Ok(db.clone()),
-                (false, false) => Err(FactError::Mismatch {
-                    left_name: "one shape",
-                    left: shape_text(a),
-                    right_name: "the other",
-                    right: format!("{}, which does not broadcast with it", shape_text(b)),
-                }),
+                (false, false) => Err(FactError::mismatch(
+                    "one shape",
+                    shape_text(a),
+                    "the other",
+                    format!("{}, which does not broadcast with it", shape_text(b)),
+                )),
             }
         })
         .collect()
 }
 
-/// Reduces the gradient `value` to the shape of `target`, summing over the broadcast axes. Returns `value` if the
-/// shapes are equal.
-pub fn sum_to(out: &mut dyn Emit, value: Value, target: &Fact) -> Value {
-    let from = out.fact(value);
-    if from.shape == target.shape {
-        return value;
+impl<'b> Expr<'b> {
+    /// Reduces a gradient to the shape of `target`, summing over the broadcast axes; itself if the shapes are equal.
+    pub fn sum_to(self, target: Expr<'b>) -> Expr<'b> {
+        let (from, target) = (self.shape(), target.shape());
+        if from == target {
+            return self;
+        }
+        let leading = from.len() - target.len();
+        let is_summed = |axis: &usize| !from[*axis].is(1) && (*axis < leading || target[axis - leading].is(1));
+        let axes: Vec<usize> = (0..from.len()).filter(is_summed).collect();
+        let sum = if axes.is_empty() { self } else { self.reduce(ReduceKind::Sum, axes, true) };
+        if leading > 0 { sum.reshape(target) } else { sum }
     }
-    let leading = from.rank() - target.rank();
-    let axes: Vec<usize> = (0..from.rank())
-        .filter(|&axis| !from.shape[axis].is(1) && (axis < leading || target.shape[axis - leading].is(1)))
-        .collect();
-    let mut sum = value;
-    if !axes.is_empty() {
-        sum = out.emit(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes, keep: true }), &[sum]);
-    }
-    if leading > 0 {
-        sum = out.emit(Op::Reshape(Reshape { shape: target.shape.clone() }), &[sum]);
-    }
-    sum
 }
 
 /// Formats a shape for messages: `[batch, 3]`.
@@ -161,11 +147,8 @@ fn fill(bytes: &mut [u8], element: &[u8]) {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, shape: &[i64], x: Tensor| Sample {
-        title,
-        op: Op::Broadcast(Broadcast { shape: shape.iter().map(|&d| Dim::from(d)).collect() }),
-        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
-        inputs: vec![x],
+    let sample = |title, shape: &[i64], x: Tensor| {
+        Sample::new(title, Op::Broadcast(Broadcast { shape: shape.iter().map(|&d| Dim::from(d)).collect() }), vec![x])
     };
     vec![
         sample("a scalar", &[2, 3], Tensor::from_f32(&[], &[1.5])),
@@ -180,46 +163,4 @@ pub fn samples() -> Vec<Sample> {
         sample("bytes", &[2, 2], Tensor::from_i64(&[2, 1], &[255, 7]).cast(DType::U8)),
         sample("booleans", &[3], Tensor::from_bool(&[1], &[true])),
     ]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn shape(text: &str) -> Vec<Dim> {
-        text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect()
-    }
-
-    #[test]
-    fn shapes_align_at_the_right() {
-        for (a, b, y) in [
-            ("", "", ""),
-            ("2 3", "", "2 3"),
-            ("2 1", "3", "2 3"),
-            ("3", "2 1", "2 3"),
-            ("batch 1 4", "8 1", "batch 8 4"),
-            ("batch 4", "batch 1", "batch 4"),
-            ("0", "1", "0"),
-        ] {
-            assert_eq!(broadcast_shapes(&shape(a), &shape(b)), Ok(shape(y)), "[{a}] with [{b}]");
-        }
-    }
-
-    #[test]
-    fn mismatch_error_names_both_shapes() {
-        let error = broadcast_shapes(&shape("batch 2"), &shape("8 2")).unwrap_err().to_string();
-        assert_eq!(error, "one shape is [batch, 2], the other is [8, 2], which does not broadcast with it");
-        assert!(broadcast_shapes(&shape("0"), &shape("2")).is_err());
-    }
-
-    #[test]
-    fn broadcast_never_shrinks() {
-        let infer = |from: &str, to: &str| {
-            Broadcast { shape: shape(to) }.infer(&[&Fact::new(DType::F32, shape(from))]).map(|f| f[0].shape.clone())
-        };
-        assert_eq!(infer("batch 1", "4 batch 3"), Ok(shape("4 batch 3")));
-        assert!(infer("2 3", "3").is_err());
-        assert!(infer("2 3", "2 1").is_err());
-        assert!(infer("1", "-1").is_err());
-    }
 }

@@ -4,7 +4,7 @@ use super::broadcast::{broadcast_indices, broadcast_shapes};
 use super::*;
 use crate::op::sharding::elementwise;
 
-impl OpRule for Compare {
+impl Named for Compare {
     fn name(&self) -> &'static str {
         match self {
             Compare::Equal => "equal",
@@ -12,13 +12,12 @@ impl OpRule for Compare {
             Compare::LessEqual => "less_equal",
         }
     }
+}
 
+impl OpRule for Compare {
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [a, b] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
-        if a.dtype != b.dtype {
-            let expected = format!("{}, as the first", a.dtype);
-            return Err(FactError::DType { what: "the second input", expected, got: b.dtype });
-        }
+        let [a, b] = arity(inputs)?;
+        check_like("the second input", b, a, "the first")?;
         Ok(vec![Fact::new(DType::Bool, broadcast_shapes(&a.shape, &b.shape)?)])
     }
 
@@ -49,17 +48,9 @@ fn holds<T: PartialOrd>(op: Compare, a: &T, b: &T) -> bool {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, op, a: Tensor, b: Tensor| Sample {
-        title,
-        op: Op::Compare(op),
-        inputs: vec![a, b],
-        differentiate: vec![],
-    };
+    let sample = |title, op, a: Tensor, b: Tensor| Sample::forward(title, Op::Compare(op), vec![a, b]);
     // The 64th bit is set: a signed comparison would order these wrongly.
-    let large = || {
-        let bytes = [u64::MAX, 3].map(u64::to_le_bytes).concat();
-        Tensor::new(DType::U64, vec![2], bytes.into()).expect("two numbers of eight bytes")
-    };
+    let large = || Tensor::from_i64(&[2], &[-1, 3]).cast(DType::U64);
     let mut list = Vec::new();
     for op in [Compare::Equal, Compare::Less, Compare::LessEqual] {
         let a = || Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, -1.0, f32::NAN, f32::INFINITY]);

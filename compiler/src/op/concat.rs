@@ -4,29 +4,17 @@ use super::broadcast::shape_text;
 use super::*;
 
 impl OpRule for Concat {
-    fn name(&self) -> &'static str {
-        "concat"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let Some((first, others)) = inputs.split_first() else { return Err(FactError::Arity { expected: 1, got: 0 }) };
-        if self.axis >= first.rank() {
-            return Err(FactError::Axis { axis: self.axis, rank: first.rank() });
-        }
+        check_axis(self.axis, first.rank())?;
         let mut y = (*first).clone();
         for x in others {
-            if x.dtype != y.dtype {
-                let expected = format!("{}, as the first", y.dtype);
-                return Err(FactError::DType { what: "an input", expected, got: x.dtype });
-            }
+            check_like("an input", x, first, "the first")?;
             let agrees = |axis: usize| axis == self.axis || x.shape[axis] == first.shape[axis];
             if x.rank() != first.rank() || !(0..x.rank()).all(agrees) {
-                return Err(FactError::Mismatch {
-                    left_name: "the first input's shape",
-                    left: shape_text(&first.shape),
-                    right_name: "another's",
-                    right: format!("{}, which does not fit along axis {}", shape_text(&x.shape), self.axis),
-                });
+                let other = format!("{}, which does not fit along axis {}", shape_text(&x.shape), self.axis);
+                let first = shape_text(&first.shape);
+                return Err(FactError::mismatch("the first input's shape", first, "another's", other));
             }
             y.shape[self.axis] = y.shape[self.axis].add(&x.shape[self.axis])?;
         }
@@ -38,23 +26,22 @@ impl OpRule for Concat {
     }
 
     // dx_i = its slice of dy
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         let dy = context.dy();
-        let y = out.fact(dy);
-        if !y.dtype.is_float() {
+        if !dy.is_float() {
             return vec![None; context.inputs.len()];
         }
         let mut offset = Dim::Known(0);
         let mut gradients = Vec::new();
         for (&input, wanted) in context.inputs.iter().zip(context.wanted) {
-            let x = out.fact(input);
+            let x = input.fact();
             let next = offset.add(&x.shape[self.axis]).expect("infer has added up the same dims");
             gradients.push(wanted.then(|| {
                 let mut begin = vec![Dim::Known(0); x.rank()];
                 begin[self.axis] = offset.clone();
                 let mut end = x.shape.clone();
                 end[self.axis] = next.clone();
-                out.emit(Op::Slice(Slice { begin, end, step: vec![1; x.rank()] }), &[dy])
+                dy.then(Op::Slice(Slice { begin, end, step: vec![1; x.rank()] }))
             }));
             offset = next;
         }
@@ -100,12 +87,7 @@ impl OpRule for Concat {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, axis, inputs: Vec<Tensor>| Sample {
-        title,
-        op: Op::Concat(Concat { axis }),
-        differentiate: if inputs[0].dtype().is_float() { (0..inputs.len()).collect() } else { vec![] },
-        inputs,
-    };
+    let sample = |title, axis, inputs: Vec<Tensor>| Sample::new(title, Op::Concat(Concat { axis }), inputs);
     let a = || Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
     let row = || Tensor::from_f32(&[1, 3], &[7.0, 8.0, 9.0]);
     let pair = || Tensor::from_f32(&[2, 2], &[-1.0, -2.0, -3.0, -4.0]);
@@ -121,21 +103,4 @@ pub fn samples() -> Vec<Sample> {
         sample("bytes", 0, vec![row().cast(DType::U8), a().cast(DType::U8)]),
         sample("booleans", 0, vec![Tensor::from_bool(&[1], &[true]), Tensor::from_bool(&[1], &[false])]),
     ]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_the_axis_may_differ() {
-        let fact = |dims: &[&str]| Fact::new(DType::F32, dims.iter().map(|d| Dim::parse(d).unwrap()).collect());
-        let (a, b) = (fact(&["batch", "3"]), fact(&["seq", "3"]));
-        assert_eq!(Concat { axis: 0 }.infer(&[&a, &b, &a]).unwrap()[0], fact(&["batch*2+seq", "3"]));
-        assert!(Concat { axis: 1 }.infer(&[&a, &b]).is_err());
-        assert!(Concat { axis: 2 }.infer(&[&a, &a]).is_err());
-        assert!(Concat { axis: 0 }.infer(&[&a, &fact(&["3"])]).is_err());
-        assert!(Concat { axis: 0 }.infer(&[]).is_err());
-        assert!(Concat { axis: 0 }.infer(&[&a, &Fact::new(DType::F64, a.shape.clone())]).is_err());
-    }
 }

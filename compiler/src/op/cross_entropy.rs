@@ -15,7 +15,6 @@
 
 mod parts;
 
-use super::layer_norm::check_same;
 use super::sample::{ramp, run};
 use super::softmax::{max_and_sum, rows};
 use super::*;
@@ -35,12 +34,8 @@ impl CrossEntropyGrad {
 }
 
 impl OpRule for CrossEntropy {
-    fn name(&self) -> &'static str {
-        "cross_entropy"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [logits, target] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
+        let [logits, target] = arity(inputs)?;
         let lse = check(logits, target, self.axis, self.wide)?;
         Ok(vec![Fact::new(lse.dtype, vec![]), lse])
     }
@@ -51,10 +46,10 @@ impl OpRule for CrossEntropy {
     }
 
     // dlogits = CrossEntropyGrad(dloss, logits, target, lse)
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         let (Some(dloss), true) = (context.d_outputs[0], context.wanted[0]) else { return vec![None; 2] };
         let grad = Op::CrossEntropyGrad(CrossEntropyGrad { axis: self.axis, ignore: self.ignore, wide: self.wide });
-        vec![Some(out.emit(grad, &[dloss, context.inputs[0], context.inputs[1], context.outputs[1]])), None]
+        vec![Some(emit(grad, &[dloss, context.inputs[0], context.inputs[1], context.outputs[1]])), None]
     }
 
     fn takes_gradient(&self, output: usize) -> bool {
@@ -75,12 +70,8 @@ impl OpRule for CrossEntropy {
         strategies
     }
 
-    fn write_part(&self, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        if strategy.outputs[1] == Sharding::Replicated {
-            self.by_classes(context, out)
-        } else {
-            self.by_rows(context, out)
-        }
+    fn write_part<'b>(&self, strategy: &Strategy, context: &LocalContext<'b>) -> Vec<Expr<'b>> {
+        if strategy.outputs[1] == Sharding::Replicated { self.by_classes(context) } else { self.by_rows(context) }
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -102,18 +93,12 @@ impl OpRule for CrossEntropy {
 }
 
 impl OpRule for CrossEntropyGrad {
-    fn name(&self) -> &'static str {
-        "cross_entropy_grad"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [dloss, logits, target, lse] = inputs else {
-            return Err(FactError::Arity { expected: 4, got: inputs.len() });
-        };
+        let [dloss, logits, target, lse] = arity(inputs)?;
         let expected = check(logits, target, self.axis, self.wide)?;
         check_same("the gradient of the loss", dloss, "the loss", &Fact::new(expected.dtype, vec![]))?;
         check_same("the log-sum-exp", lse, "one value a target", &expected)?;
-        Ok(vec![(*logits).clone()])
+        Ok(vec![logits.clone()])
     }
 
     // Per logit: a difference, an exponential (16 flops, as in `unary`), a difference and a product.
@@ -139,9 +124,9 @@ impl OpRule for CrossEntropyGrad {
         strategies
     }
 
-    fn write_part(&self, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+    fn write_part<'b>(&self, strategy: &Strategy, context: &LocalContext<'b>) -> Vec<Expr<'b>> {
         let classes = matches!(strategy.inputs[1], Sharding::Split(cut) if cut.axis == self.axis);
-        if classes { self.by_classes(context, out) } else { self.by_rows(context, out) }
+        if classes { self.by_classes(context) } else { self.by_rows(context) }
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -166,15 +151,9 @@ impl OpRule for CrossEntropyGrad {
 }
 
 fn check(logits: &Fact, target: &Fact, axis: usize, wide: bool) -> Result<Fact, FactError> {
-    if !logits.dtype.is_float() {
-        return Err(FactError::DType { what: "logits", expected: "a float".into(), got: logits.dtype });
-    }
-    if !target.dtype.is_integer() {
-        return Err(FactError::DType { what: "the target", expected: "an integer".into(), got: target.dtype });
-    }
-    if axis >= logits.rank() {
-        return Err(FactError::Axis { axis, rank: logits.rank() });
-    }
+    check_float("logits", logits)?;
+    check_dtype(target.dtype.is_integer(), "the target", "an integer", target)?;
+    check_axis(axis, logits.rank())?;
     let mut shape = logits.shape.clone();
     shape.remove(axis);
     let expected = Fact::new(target.dtype, shape.clone());
@@ -217,7 +196,7 @@ pub fn samples() -> Vec<Sample> {
         let grad = Op::CrossEntropyGrad(CrossEntropyGrad::new(axis, ignore));
         [
             Sample { title, op: Op::CrossEntropy(forward), inputs, differentiate },
-            Sample { title, op: grad, inputs: vec![dloss, logits, target, lse], differentiate: vec![] },
+            Sample::forward(title, grad, vec![dloss, logits, target, lse]),
         ]
     };
     cases.into_iter().flat_map(with_gradient).collect()
@@ -226,7 +205,7 @@ pub fn samples() -> Vec<Sample> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::sample::try_run;
+    use crate::op::sample::{assert_close, try_run};
 
     // torch.nn.functional.cross_entropy(logits, target, ignore_index=-100) in f64, and its backward
     #[test]
@@ -300,26 +279,5 @@ mod tests {
         assert_eq!(text(false), r#"{"axis":1,"ignore":null}"#);
         assert_eq!(serde_json::from_str::<CrossEntropy>(&text(false)).unwrap(), CrossEntropy::new(1, None));
         assert!(serde_json::from_str::<CrossEntropy>(&text(true)).unwrap().wide);
-    }
-
-    #[test]
-    fn shapes_and_errors() {
-        let logits = Fact::of(DType::F32, &[2, 5, 3]);
-        let infer = |axis, target: Fact| {
-            let facts = CrossEntropy::new(axis, None).infer(&[&logits, &target]);
-            facts.map_or_else(|e| e.to_string(), |f| format!("{} {}", f[0], f[1]))
-        };
-        assert_eq!(infer(1, Fact::of(DType::I32, &[2, 3])), "f32[] f32[2, 3]");
-        let wrong = "the target is i64[2, 5], the logits without their classes is i64[2, 3]";
-        assert_eq!(infer(1, Fact::of(DType::I64, &[2, 5])), wrong);
-        assert!(infer(1, Fact::of(DType::F32, &[2, 3])).contains("expected an integer"));
-        assert!(infer(3, Fact::of(DType::I64, &[2, 3])).contains("axis 3"));
-    }
-
-    fn assert_close(got: &Tensor, expected: &[f64]) {
-        assert_eq!(got.len(), expected.len());
-        for (g, e) in got.to_f64().iter().zip(expected) {
-            assert!((g - e).abs() < 1e-12, "{got:?} is not {expected:?}");
-        }
     }
 }

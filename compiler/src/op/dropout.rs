@@ -49,25 +49,19 @@ impl Dropout {
 }
 
 impl OpRule for Dropout {
-    fn name(&self) -> &'static str {
-        "dropout"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x, counter] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
+        let [x, counter] = arity(inputs)?;
         if !(0.0..=1.0).contains(&self.ratio) {
             return Err(FactError::Attribute(format!("the ratio is {}, not from 0 to 1", self.ratio)));
         }
-        if !x.dtype.is_float() {
-            return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
-        }
-        layer_norm::check_same("the counter", counter, "a single index", &Fact::of(DType::I64, &[]))?;
-        Ok(vec![(*x).clone()])
+        check_float("the input", x)?;
+        check_same("the counter", counter, "a single index", &Fact::of(DType::I64, &[]))?;
+        Ok(vec![x.clone()])
     }
 
     // dx is dy under the same mask.
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        vec![context.wanted[0].then(|| out.emit(Op::Dropout(*self), &[context.dy(), context.inputs[1]])), None]
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        vec![context.wanted[0].then(|| emit(Op::Dropout(*self), &[context.dy(), context.inputs[1]])), None]
     }
 
     // Any axis: each device computes the mask of its shard.
@@ -76,12 +70,12 @@ impl OpRule for Dropout {
         (0..inputs[0].rank()).map(split).chain([Strategy::linear(&[true, false], 1)]).collect()
     }
 
-    fn write_part(&self, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+    fn write_part<'b>(&self, strategy: &Strategy, context: &LocalContext<'b>) -> Vec<Expr<'b>> {
         let [Sharding::Split(cut), _] = strategy.inputs[..] else { unreachable!("an axis of x is sharded") };
-        let shape = out.fact(context.inputs[0]).concrete().expect("sizes are known under tensor parallelism");
+        let [x, counter] = *context.inputs else { unreachable!("infer checks the arity") };
+        let shape = x.fact().concrete().expect("sizes are known under tensor parallelism");
         let part = DropoutPart { whole: *self, run: shape[cut.axis..].iter().product(), devices: context.devices };
-        let device = collective::device(out, context.devices);
-        vec![out.emit(Op::DropoutPart(part), &[context.inputs[0], context.inputs[1], device])]
+        vec![emit(Op::DropoutPart(part), &[x, counter, x.device(context.devices)])]
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -102,25 +96,19 @@ impl DropoutPart {
 }
 
 impl OpRule for DropoutPart {
-    fn name(&self) -> &'static str {
-        "dropout_part"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x, counter, device] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
+        let [x, counter, device] = arity(inputs)?;
         if self.run == 0 || self.devices == 0 {
             return Err(FactError::Attribute("a part has devices, and runs of elements".into()));
         }
-        layer_norm::check_same("the device", device, "a single index", &Fact::of(DType::I64, &[]))?;
-        self.whole.infer(&[*x, *counter])
+        check_same("the device", device, "a single index", &Fact::of(DType::I64, &[]))?;
+        self.whole.infer(&[x, counter])
     }
 
     // As for the full tensor.
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let dx = |out: &mut dyn Emit| {
-            out.emit(Op::DropoutPart(*self), &[context.dy(), context.inputs[1], context.inputs[2]])
-        };
-        vec![context.wanted[0].then(|| dx(out)), None, None]
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let dx = || emit(Op::DropoutPart(*self), &[context.dy(), context.inputs[1], context.inputs[2]]);
+        vec![context.wanted[0].then(dx), None, None]
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -138,7 +126,7 @@ impl OpRule for DropoutPart {
 
 pub fn samples() -> Vec<Sample> {
     let counter = |value| Tensor::from_i64(&[], &[value]);
-    let sample = |title, op, inputs| Sample { title, op, inputs, differentiate: vec![0] };
+    let sample = |title, op, inputs| Sample::new(title, op, inputs);
     let dropout = |ratio, stream| Dropout { ratio, stream };
     let dropout_sample =
         |title, ratio, stream, x, at| sample(title, Op::Dropout(dropout(ratio, stream)), vec![x, counter(at)]);

@@ -3,15 +3,9 @@
 use super::*;
 
 impl OpRule for Gather {
-    fn name(&self) -> &'static str {
-        "gather"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x, indices] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
-        if self.axis >= x.rank() {
-            return Err(FactError::Axis { axis: self.axis, rank: x.rank() });
-        }
+        let [x, indices] = arity(inputs)?;
+        check_axis(self.axis, x.rank())?;
         check_indices(indices)?;
         let shape = [&x.shape[..self.axis], &indices.shape, &x.shape[self.axis + 1..]].concat();
         Ok(vec![Fact::new(x.dtype, shape)])
@@ -23,13 +17,10 @@ impl OpRule for Gather {
     }
 
     // dx = Σ dy by index
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let x = out.fact(context.inputs[0]);
-        if !x.dtype.is_float() || !context.wanted[0] {
-            return vec![None, None];
-        }
-        let scatter = ScatterAdd { axis: self.axis, size: x.shape[self.axis].clone() };
-        vec![Some(out.emit(Op::ScatterAdd(scatter), &[context.dy(), context.inputs[1]])), None]
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let [x, indices] = *context.inputs else { unreachable!("infer checks the arity") };
+        let scatter = || Op::ScatterAdd(ScatterAdd { axis: self.axis, size: x.shape()[self.axis].clone() });
+        vec![(x.is_float() && context.wanted[0]).then(|| emit(scatter(), &[context.dy(), indices])), None]
     }
 
     // Other axes of x, or axes of the indices. Along the indexed axis every device gathers from its shard, with zeros
@@ -48,11 +39,11 @@ impl OpRule for Gather {
         strategies
     }
 
-    fn write_part(&self, _: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let local = local_indices(out, context.inputs[1], context.whole[0].shape[self.axis].clone(), context.devices);
-        let gathered = out.emit(Op::Gather(*self), &[context.inputs[0], local.indices]);
-        let (indices, after) = (out.fact(local.indices).rank(), context.whole[0].rank() - self.axis - 1);
-        vec![or_zero(out, local.in_shard, gathered, indices + after)]
+    fn write_part<'b>(&self, _: &Strategy, context: &LocalContext<'b>) -> Vec<Expr<'b>> {
+        let local = local_indices(context.inputs[1], context.whole[0].shape[self.axis].clone(), context.devices);
+        let gathered = context.inputs[0].gather(self.axis, local.indices);
+        let (indices, after) = (local.indices.fact().rank(), context.whole[0].rank() - self.axis - 1);
+        vec![or_zero(local.in_shard, gathered, indices + after)]
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -64,16 +55,10 @@ impl OpRule for Gather {
 }
 
 impl OpRule for ScatterAdd {
-    fn name(&self) -> &'static str {
-        "scatter_add"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [dy, indices] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
+        let [dy, indices] = arity(inputs)?;
         check_indices(indices)?;
-        if dy.dtype == DType::Bool {
-            return Err(FactError::DType { what: "dy", expected: "a number".into(), got: dy.dtype });
-        }
+        check_dtype(dy.dtype != DType::Bool, "dy", "a number", dy)?;
         if self.size.known().is_some_and(|v| v < 0) {
             return Err(FactError::Attribute(format!("an axis cannot have size {}", self.size)));
         }
@@ -82,12 +67,12 @@ impl OpRule for ScatterAdd {
         }
         let (before, trailing) = dy.shape.split_at(self.axis);
         let Some(after) = trailing.strip_prefix(&indices.shape[..]) else {
-            return Err(FactError::Mismatch {
-                left_name: "dy",
-                left: format!("{dy} from axis {} on", self.axis),
-                right_name: "the tensor of indices",
-                right: indices.to_string(),
-            });
+            return Err(FactError::mismatch(
+                "dy",
+                format!("{dy} from axis {} on", self.axis),
+                "the tensor of indices",
+                &indices,
+            ));
         };
         let shape = [before, std::slice::from_ref(&self.size), after].concat();
         Ok(vec![Fact::new(dy.dtype, shape)])
@@ -98,11 +83,9 @@ impl OpRule for ScatterAdd {
     }
 
     // d(dy) = the slices of the output's gradient by index
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        if !out.fact(context.inputs[0]).dtype.is_float() || !context.wanted[0] {
-            return vec![None, None];
-        }
-        vec![Some(out.emit(Op::Gather(Gather { axis: self.axis }), &[context.dy(), context.inputs[1]])), None]
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let [dy, indices] = *context.inputs else { unreachable!("infer checks the arity") };
+        vec![(dy.is_float() && context.wanted[0]).then(|| context.dy().gather(self.axis, indices)), None]
     }
 
     // Mirrors the gather; along the indexed axis every device sums the gradients of its own slices.
@@ -120,12 +103,10 @@ impl OpRule for ScatterAdd {
         strategies
     }
 
-    fn write_part(&self, _: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let local = local_indices(out, context.inputs[1], self.size.clone(), context.devices);
-        let (dy, indices) = (context.inputs[0], out.fact(local.indices).rank());
-        let after = out.fact(dy).rank() - self.axis - indices;
-        let dy = or_zero(out, local.in_shard, dy, indices + after);
-        vec![out.emit(Op::ScatterAdd(ScatterAdd { axis: self.axis, size: local.size }), &[dy, local.indices])]
+    fn write_part<'b>(&self, _: &Strategy, context: &LocalContext<'b>) -> Vec<Expr<'b>> {
+        let local = local_indices(context.inputs[1], self.size.clone(), context.devices);
+        let dy = or_zero(local.in_shard, context.inputs[0], context.whole[0].rank() - self.axis);
+        vec![emit(Op::ScatterAdd(ScatterAdd { axis: self.axis, size: local.size }), &[dy, local.indices])]
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -174,10 +155,7 @@ pub(in crate::op) fn add_up<'r>(dy: &View<'_>, axis: usize, rows: impl Fn(usize)
 }
 
 pub(in crate::op) fn check_indices(indices: &Fact) -> Result<(), FactError> {
-    if indices.dtype.is_integer() {
-        return Ok(());
-    }
-    Err(FactError::DType { what: "the tensor of indices", expected: "an integer".into(), got: indices.dtype })
+    check_dtype(indices.dtype.is_integer(), "the tensor of indices", "an integer", indices)
 }
 
 /// Resolves negative indices and checks the range.
@@ -197,51 +175,38 @@ pub(crate) fn resolve(indices: &View<'_>, size: usize) -> Result<Vec<usize>, Ker
 }
 
 /// Indices into a sharded axis, localised to one device.
-pub(in crate::op) struct LocalIndices {
+pub(in crate::op) struct LocalIndices<'b> {
     /// Mask of indices in this device's shard.
-    pub in_shard: Value,
+    pub in_shard: Expr<'b>,
     /// Local indices; 0 outside the shard.
-    pub indices: Value,
+    pub indices: Expr<'b>,
     pub size: Dim,
 }
 
 /// Localises indices into a sharded axis of `size` elements. An index out of range is an error on every device, as
 /// without sharding.
-pub(in crate::op) fn local_indices(out: &mut dyn Emit, indices: Value, size: Dim, devices: usize) -> LocalIndices {
-    let identity = out.emit(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![size.clone()]), axis: 0 }), &[]);
-    let checked = out.emit(Op::Gather(Gather { axis: 0 }), &[identity, indices]);
+pub(in crate::op) fn local_indices(indices: Expr<'_>, size: Dim, devices: usize) -> LocalIndices<'_> {
+    let identity = indices.source(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![size.clone()]), axis: 0 }));
+    let checked = identity.gather(0, indices);
     let part = size.div_exact(&Dim::from(devices)).expect("the axis is divided into equal shards");
-    let number = |out: &mut dyn Emit, value: i64| {
-        out.emit(Op::Constant(Constant { tensor: Tensor::from_i64(&[], &[value]) }), &[])
-    };
-    let (zero, end) = (number(out, 0), number(out, part.known().expect("sizes are known under tensor parallelism")));
-    let device = collective::device(out, devices);
-    let first = out.emit(Op::Binary(Binary::Mul), &[device, end]);
-    let indices = out.emit(Op::Binary(Binary::Sub), &[checked, first]);
-    let not_before = out.emit(Op::Compare(Compare::LessEqual), &[zero, indices]);
-    let not_behind = out.emit(Op::Compare(Compare::Less), &[indices, end]);
-    let in_shard = out.emit(Op::Binary(Binary::And), &[not_before, not_behind]);
-    let indices = out.emit(Op::Select(Select {}), &[in_shard, indices, zero]);
-    LocalIndices { in_shard, indices, size: part }
+    let (zero, end) =
+        (indices.integer(0), indices.integer(part.known().expect("sizes are known under tensor parallelism")));
+    let first = indices.device(devices) * end;
+    let indices = checked - first;
+    let not_before = zero.compare(Compare::LessEqual, indices);
+    let in_shard = not_before.binary(Binary::And, indices.less(end));
+    LocalIndices { in_shard, indices: in_shard.select(indices, zero), size: part }
 }
 
 /// Zeroes the slices outside this device's shard. The index axes begin `from_end` axes before the end.
-pub(in crate::op) fn or_zero(out: &mut dyn Emit, in_shard: Value, slices: Value, from_end: usize) -> Value {
-    let fact = out.fact(slices);
-    let mut shape = out.fact(in_shard).shape;
+pub(in crate::op) fn or_zero<'b>(in_shard: Expr<'b>, slices: Expr<'b>, from_end: usize) -> Expr<'b> {
+    let mut shape = in_shard.shape();
     shape.resize(from_end, Dim::Known(1));
-    let in_shard = out.emit(Op::Reshape(Reshape { shape }), &[in_shard]);
-    let zero = out.emit(unary::scalar(fact.dtype, 0.0), &[]);
-    out.emit(Op::Select(Select {}), &[in_shard, slices, zero])
+    in_shard.reshape(shape).select(slices, slices.number(0.0))
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, op, x: Tensor, indices: Tensor| Sample {
-        title,
-        op,
-        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
-        inputs: vec![x, indices],
-    };
+    let sample = |title, op, x: Tensor, indices: Tensor| Sample::new(title, op, vec![x, indices]);
     let gather = |axis| Op::Gather(Gather { axis });
     let scatter = |axis, size: usize| Op::ScatterAdd(ScatterAdd { axis, size: Dim::from(size) });
     let index = |shape: &[usize], v: &[i64]| Tensor::from_i64(shape, v);
@@ -281,19 +246,5 @@ mod tests {
         for (v, dtype) in [(4, DType::I64), (-5, DType::I32), (i64::MIN, DType::I64), (-1, DType::U64)] {
             assert_eq!(at(v, dtype), Err(KernelError::Index { index: v, size: 4 }));
         }
-    }
-
-    #[test]
-    fn shapes_follow_the_indices() {
-        let dims = |text: &str| text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect::<Vec<_>>();
-        let fact = |dtype, text| Fact::new(dtype, dims(text));
-        let indices = fact(DType::I64, "batch seq");
-        let y = Gather { axis: 1 }.infer(&[&fact(DType::F32, "2 words 8"), &indices]).unwrap();
-        assert_eq!(y[0].shape, dims("2 batch seq 8"));
-        let scatter = |axis, size| ScatterAdd { axis, size: Dim::parse(size).unwrap() }.infer(&[&y[0], &indices]);
-        assert_eq!(scatter(1, "words").unwrap()[0].shape, dims("2 words 8"));
-        assert!(scatter(0, "words").is_err() && scatter(1, "-1").is_err() && scatter(9, "2").is_err());
-        assert!(Gather { axis: 0 }.infer(&[&fact(DType::F32, ""), &indices]).is_err());
-        assert!(Gather { axis: 0 }.infer(&[&y[0], &fact(DType::F32, "2")]).is_err());
     }
 }

@@ -15,9 +15,7 @@ pub fn groups(ends: impl Iterator<Item = i64>, rows: usize) -> impl Iterator<Ite
 }
 
 fn check(x: &Fact, what: &'static str, ends: &Fact) -> Result<(), FactError> {
-    if !x.dtype.is_float() {
-        return Err(FactError::DType { what, expected: "a float".into(), got: x.dtype });
-    }
+    check_float(what, x)?;
     if x.rank() != 2 {
         return Err(FactError::Rank { what, expected: "2".into(), got: x.rank() });
     }
@@ -27,25 +25,15 @@ fn check(x: &Fact, what: &'static str, ends: &Fact) -> Result<(), FactError> {
     Ok(())
 }
 
-fn same_type(a: &Fact, b: &Fact, what: &'static str) -> Result<(), FactError> {
-    let expected = || format!("{}, as the first", a.dtype);
-    (a.dtype == b.dtype).then_some(()).ok_or_else(|| FactError::DType { what, expected: expected(), got: b.dtype })
-}
-
 fn check_equal(left_name: &'static str, left: &Dim, right_name: &'static str, right: &Dim) -> Result<(), FactError> {
-    let mismatch = || FactError::Mismatch { left_name, left: left.to_string(), right_name, right: right.to_string() };
-    (left == right).then_some(()).ok_or_else(mismatch)
+    if left == right { Ok(()) } else { Err(FactError::mismatch(left_name, left, right_name, right)) }
 }
 
 impl OpRule for GroupedMatMul {
-    fn name(&self) -> &'static str {
-        "grouped_matmul"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x, w, ends] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
+        let [x, w, ends] = arity(inputs)?;
         check(x, "the rows", ends)?;
-        same_type(x, w, "the matrices")?;
+        check_like("the matrices", w, x, "the first")?;
         let [g, first, second] = w.shape.as_slice() else {
             return Err(FactError::Rank { what: "the matrices", expected: "3".into(), got: w.rank() });
         };
@@ -62,12 +50,13 @@ impl OpRule for GroupedMatMul {
     }
 
     // Within a group, dx = dy wᵀ and dw = xᵀ dy.
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let ([x, w, ends], dy) = ([context.inputs[0], context.inputs[1], context.inputs[2]], context.dy());
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let [x, w, ends] = *context.inputs else { unreachable!("infer checks the arity") };
+        let dy = context.dy();
         let transposed = Op::GroupedMatMul(GroupedMatMul { transpose: !self.transpose });
-        let dx = context.wanted[0].then(|| out.emit(transposed, &[dy, w, ends]));
+        let dx = context.wanted[0].then(|| emit(transposed, &[dy, w, ends]));
         let (a, b) = if self.transpose { (dy, x) } else { (x, dy) };
-        let dw = context.wanted[1].then(|| out.emit(Op::GroupedMatMulGrad(GroupedMatMulGrad {}), &[a, b, ends]));
+        let dw = context.wanted[1].then(|| emit(Op::GroupedMatMulGrad(GroupedMatMulGrad {}), &[a, b, ends]));
         vec![dx, dw, None]
     }
 
@@ -98,15 +87,11 @@ impl OpRule for GroupedMatMul {
 }
 
 impl OpRule for GroupedMatMulGrad {
-    fn name(&self) -> &'static str {
-        "grouped_matmul_grad"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [a, b, ends] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
+        let [a, b, ends] = arity(inputs)?;
         check(a, "the first rows", ends)?;
         check(b, "the second rows", ends)?;
-        same_type(a, b, "the second rows")?;
+        check_like("the second rows", b, a, "the first")?;
         check_equal("the number of the first rows", &a.shape[0], "that of the second", &b.shape[0])?;
         let shape = vec![ends.shape[0].clone(), a.shape[1].clone(), b.shape[1].clone()];
         Ok(vec![Fact::new(a.dtype, shape)])
@@ -118,11 +103,11 @@ impl OpRule for GroupedMatMulGrad {
         Cost { flops, bytes: moved_bytes(inputs, outputs) }
     }
 
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         // c = aᵀ b within a group: da = b dcᵀ, db = a dc.
-        let ([a, b, ends], dc) = ([context.inputs[0], context.inputs[1], context.inputs[2]], context.dy());
-        let mut multiply =
-            |rows, transpose| out.emit(Op::GroupedMatMul(GroupedMatMul { transpose }), &[rows, dc, ends]);
+        let [a, b, ends] = *context.inputs else { unreachable!("infer checks the arity") };
+        let dc = context.dy();
+        let multiply = |rows, transpose| emit(Op::GroupedMatMul(GroupedMatMul { transpose }), &[rows, dc, ends]);
         vec![context.wanted[0].then(|| multiply(b, true)), context.wanted[1].then(|| multiply(a, false)), None]
     }
 
@@ -150,17 +135,19 @@ impl OpRule for GroupedMatMulGrad {
 
 pub fn samples() -> Vec<Sample> {
     let ends = |list: &[i64]| Tensor::from_i64(&[list.len()], list);
-    let product = |title, transpose, w: &[usize], list: &[i64]| Sample {
-        title,
-        op: Op::GroupedMatMul(GroupedMatMul { transpose }),
-        inputs: vec![ramp(&[6, 4], 1), ramp(w, 2), ends(list)],
-        differentiate: vec![0, 1],
+    let product = |title, transpose, w: &[usize], list: &[i64]| {
+        Sample::new(
+            title,
+            Op::GroupedMatMul(GroupedMatMul { transpose }),
+            vec![ramp(&[6, 4], 1), ramp(w, 2), ends(list)],
+        )
     };
-    let grad = |title, list: &[i64]| Sample {
-        title,
-        op: Op::GroupedMatMulGrad(GroupedMatMulGrad {}),
-        inputs: vec![ramp(&[6, 4], 1), ramp(&[6, 3], 2), ends(list)],
-        differentiate: vec![0, 1],
+    let grad = |title, list: &[i64]| {
+        Sample::new(
+            title,
+            Op::GroupedMatMulGrad(GroupedMatMulGrad {}),
+            vec![ramp(&[6, 4], 1), ramp(&[6, 3], 2), ends(list)],
+        )
     };
     vec![
         product("three experts, one of them without rows", false, &[3, 4, 5], &[2, 2, 6]),
@@ -186,18 +173,5 @@ mod tests {
         assert_eq!(y[0].to_f64(), [10., 20., 200., 400., 300., 600.]);
         let sums = run(&GroupedMatMulGrad {}, &[x.clone(), x, ends]);
         assert_eq!(sums[0].to_f64(), [1., 13.]);
-    }
-
-    #[test]
-    fn shapes_and_errors() {
-        let (x, ends) = (Fact::of(DType::F32, &[6, 4]), Fact::of(DType::I64, &[3]));
-        let infer = |w: &[usize], transpose| {
-            let facts = GroupedMatMul { transpose }.infer(&[&x, &Fact::of(DType::F32, w), &ends]);
-            facts.map_or_else(|error| error.to_string(), |facts| facts[0].to_string())
-        };
-        assert_eq!(infer(&[3, 4, 5], false), "f32[6, 5]");
-        assert_eq!(infer(&[3, 5, 4], true), "f32[6, 5]");
-        assert!(infer(&[3, 5, 4], false).contains("the width of the rows is 4"));
-        assert!(infer(&[2, 4, 5], false).contains("the number of matrices is 2"));
     }
 }

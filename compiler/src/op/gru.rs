@@ -17,71 +17,33 @@
 //!   dx_t = (da_r, da_z, da_n) W_ih,  dW_ih = Σ (da_r, da_z, da_n)ᵀ x_t,  dU_rz = Σ (da_r, da_z)ᵀ h
 //!   db_ih = Σ (da_r, da_z, da_n),  db_hh = Σ (da_r, da_z, e)
 
-use super::layer_norm::check_same;
-use super::lstm::{Sizes, before, inputs_of, logistic, order, products, zeros};
-use super::sample::{ramp, run};
+use super::lstm::{before, order};
+use super::recurrent::{Layer, Recurrent, logistic, read_row, samples_of, write_all, write_row};
 use super::*;
 
-fn saved_fact(sizes: &Sizes) -> Result<Fact, FactError> {
-    Ok(sizes.sequence(&sizes.hidden.mul(&Dim::from(4usize))?))
-}
+const LAYER: Layer = Layer {
+    gates: 3,
+    bias: "one value a gate",
+    states: 1,
+    saved: &[("the gates", "four values a unit and step", 4)],
+    biases: 2,
+    // Forward: 3 additions at three gates, 3 activations, and 5 flops for n and h.
+    flops: [17.0, 20.0],
+};
 
-impl OpRule for Gru {
-    fn name(&self) -> &'static str {
-        "gru"
+impl Recurrent for Gru {
+    const LAYER: Layer = LAYER;
+
+    fn gradient(&self) -> Option<Op> {
+        Some(Op::GruGrad(GruGrad { reverse: self.reverse, reset_after: self.reset_after }))
     }
 
-    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x, w_ih, w_hh, b_ih, b_hh, h0] = inputs else {
-            return Err(FactError::Arity { expected: 6, got: inputs.len() });
-        };
-        let sizes = Sizes::of(x, w_hh, 3)?;
-        sizes.weights(w_ih, w_hh)?;
-        check_same("the input bias", b_ih, "one value a gate", &sizes.bias())?;
-        check_same("the hidden bias", b_hh, "one value a gate", &sizes.bias())?;
-        check_same("the first state", h0, "one state a row", &sizes.state())?;
-        Ok(vec![sizes.sequence(&sizes.hidden), sizes.state(), saved_fact(&sizes)?])
-    }
-
-    // The matrix products; per unit 3 additions at three gates, 3 activations, and 5 flops for n and h.
-    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        let flops = products(inputs[0], inputs[2]) + 17.0 * elements(&outputs[0]);
-        Cost { flops, bytes: moved_bytes(inputs, outputs) }
-    }
-
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let [x, w_ih, w_hh, _, _, h0] = context.inputs else { unreachable!("infer checks the arity") };
-        if context.d_outputs[..2].iter().all(Option::is_none) {
-            return vec![None; 6];
-        }
-        let mut d_outputs = Vec::with_capacity(2);
-        for (output, gradient) in context.outputs.iter().zip(&context.d_outputs[..2]) {
-            d_outputs.push(gradient.unwrap_or_else(|| zeros(out, *output)));
-        }
-        let saved = [*x, *w_ih, *w_hh, *h0, context.outputs[0], context.outputs[2]];
-        let inputs: Vec<Value> = d_outputs.into_iter().chain(saved).collect();
-        let grad = GruGrad { reverse: self.reverse, reset_after: self.reset_after };
-        let gradients = out.emit_all(Op::GruGrad(grad), &inputs);
-        gradients.into_iter().zip(context.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
-    }
-
-    fn takes_gradient(&self, output: usize) -> bool {
-        output < 2
-    }
-
-    // The batch axis.
-    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        let inputs = [Some(1), None, None, None, None, Some(0)];
-        let outputs = [Some(1), Some(0), Some(1)];
-        vec![Strategy::along(&inputs, &outputs)]
-    }
-
-    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+    fn kernel(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) {
         let [x, w_ih, w_hh, b_ih, b_hh, h0] = inputs else { unreachable!("infer checks the arity") };
         let [y, last_h, gates] = outputs else { unreachable!("infer gives three outputs") };
         let (steps, batch, width, hidden) = (x.shape[0], x.shape[1], x.shape[2], h0.shape[1]);
         for n in 0..batch {
-            let mut h: Vec<f64> = (0..hidden).map(|j| h0.f64(n * hidden + j)).collect();
+            let mut h = read_row(h0, n);
             for t in order(steps, self.reverse) {
                 let row = t * batch + n;
                 let from_x = |k: usize| -> f64 {
@@ -109,54 +71,21 @@ impl OpRule for Gru {
                     next_h.push((1.0 - z[j]) * candidate + z[j] * h[j]);
                 }
                 h = next_h;
-                h.iter().enumerate().for_each(|(j, &h)| y.set_f64(row * hidden + j, h));
+                write_row(y, row, &h);
             }
-            h.iter().enumerate().for_each(|(j, &h)| last_h.set_f64(n * hidden + j, h));
+            write_row(last_h, n, &h);
         }
-        Ok(())
     }
 }
 
-impl OpRule for GruGrad {
-    fn name(&self) -> &'static str {
-        "gru_grad"
+impl Recurrent for GruGrad {
+    const LAYER: Layer = LAYER;
+
+    fn gradient(&self) -> Option<Op> {
+        None
     }
 
-    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [dy, dh, x, w_ih, w_hh, h0, y, gates] = inputs else {
-            return Err(FactError::Arity { expected: 8, got: inputs.len() });
-        };
-        let sizes = Sizes::of(x, w_hh, 3)?;
-        sizes.weights(w_ih, w_hh)?;
-        let (state, sequence) = (sizes.state(), sizes.sequence(&sizes.hidden));
-        check_same("the gradient of the last state", dh, "one state a row", &state)?;
-        check_same("the first state", h0, "one state a row", &state)?;
-        check_same("the output gradient", dy, "one state a step", &sequence)?;
-        check_same("the output", y, "one state a step", &sequence)?;
-        check_same("the gates", gates, "four values a unit and step", &saved_fact(&sizes)?)?;
-        Ok(vec![(*x).clone(), (*w_ih).clone(), (*w_hh).clone(), sizes.bias(), sizes.bias(), state])
-    }
-
-    // Two products per forward product; about 20 further flops per unit.
-    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        let flops = 2.0 * products(inputs[2], inputs[4]) + 20.0 * elements(inputs[0]);
-        Cost { flops, bytes: moved_bytes(inputs, outputs) }
-    }
-
-    // No second-order gradient, as for the LSTM.
-
-    fn takes_gradient(&self, _: usize) -> bool {
-        false
-    }
-
-    // The batch axis.
-    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        let inputs = [Some(1), Some(0), Some(1), None, None, Some(0), Some(1), Some(1)];
-        let outputs = [Some(1), None, None, None, None, Some(0)];
-        vec![Strategy::along(&inputs, &outputs)]
-    }
-
-    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+    fn kernel(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) {
         let [dy, last_dh, x, w_ih, w_hh, h0, y, gates] = inputs else { unreachable!("infer checks the arity") };
         let [dx, dw_ih, dw_hh, db_ih, db_hh, dh0] = outputs else { unreachable!("infer gives six outputs") };
         let (steps, batch, width, hidden) = (x.shape[0], x.shape[1], x.shape[2], h0.shape[1]);
@@ -164,7 +93,7 @@ impl OpRule for GruGrad {
         let (mut dw_x, mut dw_h) = (vec![0.0; w_ih.len()], vec![0.0; w_hh.len()]);
         let (mut db_x, mut db_h) = (vec![0.0; three], vec![0.0; three]);
         for n in 0..batch {
-            let mut dh: Vec<f64> = (0..hidden).map(|j| last_dh.f64(n * hidden + j)).collect();
+            let mut dh = read_row(last_dh, n);
             for t in order(steps, !self.reverse) {
                 let row = t * batch + n;
                 let before = before(t, steps, self.reverse).map(|t| (t * batch + n) * hidden);
@@ -206,61 +135,27 @@ impl OpRule for GruGrad {
                     }
                 }
             }
-            dh.iter().enumerate().for_each(|(j, &d)| dh0.set_f64(n * hidden + j, d));
+            write_row(dh0, n, &dh);
         }
-        for (d, sums) in [dw_ih, dw_hh, db_ih, db_hh].into_iter().zip([dw_x, dw_h, db_x, db_h]) {
-            sums.into_iter().enumerate().for_each(|(i, sum)| d.set_f64(i, sum));
-        }
-        Ok(())
+        write_all([dw_ih, dw_hh, db_ih, db_hh], [dw_x, dw_h, db_x, db_h]);
     }
-}
-
-/// The gradient's inputs: output gradients, forward inputs and saved outputs.
-fn grad_inputs(forward: &Gru, inputs: &[Tensor], d_outputs: [Tensor; 2]) -> Vec<Tensor> {
-    let outputs = run(forward, inputs);
-    let forward_inputs = [0, 1, 2, 5].map(|i: usize| inputs[i].clone());
-    d_outputs.into_iter().chain(forward_inputs).chain([outputs[0].clone(), outputs[2].clone()]).collect()
 }
 
 pub fn samples() -> Vec<Sample> {
     let cases = [
-        ("reset after, forward", [3, 2, 3, 2], false, true),
-        ("reset after, reverse", [3, 2, 2, 3], true, true),
-        ("reset before, forward", [3, 2, 3, 2], false, false),
-        ("reset before, reverse", [4, 1, 2, 3], true, false),
-        ("one step", [1, 1, 4, 2], false, true),
+        ("reset after, forward", [3, 2, 3, 2], Gru { reverse: false, reset_after: true }),
+        ("reset after, reverse", [3, 2, 2, 3], Gru { reverse: true, reset_after: true }),
+        ("reset before, forward", [3, 2, 3, 2], Gru { reverse: false, reset_after: false }),
+        ("reset before, reverse", [4, 1, 2, 3], Gru { reverse: true, reset_after: false }),
+        ("one step", [1, 1, 4, 2], Gru { reverse: false, reset_after: true }),
     ];
-    let with_gradient = |(title, sizes, reverse, reset_after): (&'static str, [usize; 4], bool, bool)| {
-        let [steps, batch, _, hidden] = sizes;
-        let inputs = inputs_of(3, sizes, 1);
-        let forward = Gru { reverse, reset_after };
-        let d_outputs = [ramp(&[steps, batch, hidden], 8), ramp(&[batch, hidden], 9)];
-        let gradient_inputs = grad_inputs(&forward, &inputs, d_outputs);
-        let grad = Op::GruGrad(GruGrad { reverse, reset_after });
-        [
-            Sample { title, op: Op::Gru(forward), inputs, differentiate: (0..6).collect() },
-            Sample { title, op: grad, inputs: gradient_inputs, differentiate: vec![] },
-        ]
-    };
-    cases.into_iter().flat_map(with_gradient).collect()
+    samples_of(&cases, |gru| Op::Gru(*gru))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::sample::assert_slopes;
     use super::*;
-
-    // The samples only check the gradient of y; this test covers both outputs.
-    #[test]
-    fn gradients_of_the_last_state_are_slopes() {
-        for (reverse, reset_after) in [(false, false), (false, true), (true, false), (true, true)] {
-            let forward = Gru { reverse, reset_after };
-            let inputs: Vec<Tensor> = inputs_of(3, [3, 2, 2, 2], 1).iter().map(|t| t.cast(DType::F64)).collect();
-            let weights = [ramp(&[3, 2, 2], 20), ramp(&[2, 2], 21)].map(|t| t.cast(DType::F64));
-            let gradients = run(&GruGrad { reverse, reset_after }, &grad_inputs(&forward, &inputs, weights.clone()));
-            assert_slopes(&forward, &inputs, &weights, &gradients, &[0, 1, 2, 3, 4, 5]);
-        }
-    }
+    use crate::op::sample::run;
 
     #[test]
     fn the_reset_gate_works_where_it_is_said() {
@@ -280,19 +175,5 @@ mod tests {
             let y = run(&Gru { reverse: false, reset_after }, &inputs)[1].to_f64()[0];
             assert!((y - (n / 2.0 + h / 2.0)).abs() < 1e-15, "{reset_after}: {y}");
         }
-    }
-
-    #[test]
-    fn shapes_and_errors() {
-        let dims = |text: &str| text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect::<Vec<_>>();
-        let fact = |text: &str| Fact::new(DType::F32, dims(text));
-        let inputs = ["t b 3", "6 3", "6 2", "6", "6", "b 2"].map(fact);
-        let inferred =
-            |facts: &[Fact]| Gru { reverse: false, reset_after: true }.infer(&facts.iter().collect::<Vec<_>>());
-        let shapes: Vec<String> = inferred(&inputs).unwrap().iter().map(Fact::to_string).collect();
-        assert_eq!(shapes, ["f32[t, b, 2]", "f32[b, 2]", "f32[t, b, 8]"]);
-        let mut wrong = inputs.clone();
-        wrong[1] = fact("8 3");
-        assert!(inferred(&wrong).unwrap_err().to_string().contains("the input weight is f32[8, 3]"));
     }
 }

@@ -12,16 +12,12 @@ use super::sample::{ramp, run};
 use super::*;
 
 impl OpRule for LayerNorm {
-    fn name(&self) -> &'static str {
-        "layer_norm"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x, scale, bias] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
+        let [x, scale, bias] = arity(inputs)?;
         let (statistic, row) = (statistic(x, scale, self.axis)?, row(x, scale, self.axis));
         check_same("the scale", scale, "the normalised shape", &row)?;
         check_same("the bias", bias, "the normalised shape", &row)?;
-        Ok(vec![(*x).clone(), statistic.clone(), statistic])
+        Ok(vec![x.clone(), statistic.clone(), statistic])
     }
 
     // Per element: 1 flop for the mean, 3 for the variance, 3 for y.
@@ -30,12 +26,11 @@ impl OpRule for LayerNorm {
     }
 
     // dx, dscale, dbias = LayerNormGrad(dy, x, scale, mean, rstd)
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         let Some(dy) = context.d_outputs[0] else { return vec![None; 3] };
-        let grad = Op::LayerNormGrad(LayerNormGrad { axis: self.axis });
-        let gradients =
-            out.emit_all(grad, &[dy, context.inputs[0], context.inputs[1], context.outputs[1], context.outputs[2]]);
-        gradients.into_iter().zip(context.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
+        let (inputs, outputs) = (context.inputs, context.outputs);
+        let saved = [dy, inputs[0], inputs[1], outputs[1], outputs[2]];
+        context.wanted_of(emit_all(Op::LayerNormGrad(LayerNormGrad { axis: self.axis }), &saved))
     }
 
     fn takes_gradient(&self, output: usize) -> bool {
@@ -68,20 +63,14 @@ impl OpRule for LayerNorm {
 }
 
 impl OpRule for LayerNormGrad {
-    fn name(&self) -> &'static str {
-        "layer_norm_grad"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [dy, x, scale, mean, rstd] = inputs else {
-            return Err(FactError::Arity { expected: 5, got: inputs.len() });
-        };
+        let [dy, x, scale, mean, rstd] = arity(inputs)?;
         let statistic = statistic(x, scale, self.axis)?;
         check_same("the output gradient", dy, "the input", x)?;
         check_same("the scale", scale, "the normalised shape", &row(x, scale, self.axis))?;
         check_same("the mean", mean, "the shape of a statistic", &statistic)?;
         check_same("the reciprocal deviation", rstd, "the shape of a statistic", &statistic)?;
-        Ok(vec![(*x).clone(), (*scale).clone(), (*scale).clone()])
+        Ok(vec![x.clone(), scale.clone(), scale.clone()])
     }
 
     // Per element: 2 flops for x̂, 1 for g, 3 for the two means, 4 for dx, 3 for dscale and dbias.
@@ -138,27 +127,11 @@ fn row(x: &Fact, scale: &Fact, axis: usize) -> Fact {
 }
 
 fn statistic(x: &Fact, scale: &Fact, axis: usize) -> Result<Fact, FactError> {
-    if !x.dtype.is_float() {
-        return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
-    }
-    if axis >= x.rank() {
-        return Err(FactError::Axis { axis, rank: x.rank() });
-    }
+    check_float("the input", x)?;
+    check_axis(axis, x.rank())?;
     let mut shape = x.shape.clone();
     shape[axis..].fill(Dim::from(1i64));
     Ok(Fact::new(statistic_type(x, scale), shape))
-}
-
-pub(in crate::op) fn check_same(
-    left_name: &'static str,
-    left: &Fact,
-    right_name: &'static str,
-    right: &Fact,
-) -> Result<(), FactError> {
-    if left == right {
-        return Ok(());
-    }
-    Err(FactError::Mismatch { left_name, left: left.to_string(), right_name, right: right.to_string() })
 }
 
 pub fn samples() -> Vec<Sample> {
@@ -175,10 +148,7 @@ pub fn samples() -> Vec<Sample> {
         let (x, scale, dy) = (inputs[0].clone(), inputs[1].clone(), ramp(shape, 4));
         let grad_inputs = vec![dy, x, scale, saved[1].clone(), saved[2].clone()];
         let grad = Op::LayerNormGrad(LayerNormGrad { axis });
-        [
-            Sample { title, op: Op::LayerNorm(forward), inputs, differentiate: vec![0, 1, 2] },
-            Sample { title, op: grad, inputs: grad_inputs, differentiate: vec![] },
-        ]
+        [Sample::new(title, Op::LayerNorm(forward), inputs), Sample::forward(title, grad, grad_inputs)]
     };
     cases.into_iter().flat_map(with_gradient).collect()
 }
@@ -186,6 +156,7 @@ pub fn samples() -> Vec<Sample> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::op::sample::assert_close;
 
     // torch.native_layer_norm(x, [4], scale, bias, 1e-5) in f64, and its backward
     #[test]
@@ -234,26 +205,5 @@ mod tests {
         let (row, norm, statistic) = (empty(&[0, 3]), Tensor::from_f32(&[3], &[1.0; 3]), empty(&[0, 1]));
         let grads = run(&LayerNormGrad { axis: 1 }, &[row.clone(), row, norm, statistic.clone(), statistic]);
         assert_eq!((grads[1].to_f64(), grads[2].to_f64()), (vec![0.0; 3], vec![0.0; 3]));
-    }
-
-    #[test]
-    fn shapes_and_errors() {
-        let fact = |shape: &[Dim]| Fact::new(DType::F32, shape.to_vec());
-        let (batch, six) = (Dim::symbol("batch"), Dim::from(6i64));
-        let (x, scale) = (fact(&[batch.clone(), six.clone()]), fact(std::slice::from_ref(&six)));
-        let op = LayerNorm { axis: 1, epsilon: 1e-5 };
-        let facts = op.infer(&[&x, &scale, &scale]).unwrap();
-        assert_eq!(facts[1].to_string(), "f32[batch, 1]");
-        let error = op.infer(&[&x, &x, &scale]).unwrap_err();
-        assert_eq!(error.to_string(), "the scale is f32[batch, 6], the normalised shape is f32[6]");
-        let error = LayerNorm { axis: 2, epsilon: 1e-5 }.infer(&[&x, &scale, &scale]).unwrap_err();
-        assert_eq!(error, FactError::Axis { axis: 2, rank: 2 });
-    }
-
-    fn assert_close(got: &Tensor, expected: &[f64]) {
-        assert_eq!(got.len(), expected.len());
-        for (g, e) in got.to_f64().iter().zip(expected) {
-            assert!((g - e).abs() < 1e-12, "{got:?} is not {expected:?}");
-        }
     }
 }

@@ -1,39 +1,25 @@
 //! Batched matrix product over the last two axes.
 
-use super::broadcast::{broadcast_shapes, sum_to};
+use super::broadcast::broadcast_shapes;
 use super::sample::ramp;
 use super::*;
 use crate::tensor::dim::volume;
 use crate::tensor::view::{indices, strides};
 
 impl OpRule for MatMul {
-    fn name(&self) -> &'static str {
-        "matmul"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [a, b] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
+        let [a, b] = arity(inputs)?;
         for (fact, what) in [(a, "the first operand"), (b, "the second operand")] {
-            if !fact.dtype.is_float() {
-                return Err(FactError::DType { what, expected: "a float".into(), got: fact.dtype });
-            }
+            check_float(what, fact)?;
             if fact.rank() < 2 {
                 let expected = "at least 2 (a vector is reshaped to a matrix first)".into();
                 return Err(FactError::Rank { what, expected, got: fact.rank() });
             }
         }
-        if a.dtype != b.dtype {
-            let expected = format!("{}, as the first", a.dtype);
-            return Err(FactError::DType { what: "the second operand", expected, got: b.dtype });
-        }
+        check_like("the second operand", b, a, "the first")?;
         let ((a_lead, m, k), (b_lead, n, k_b)) = (split(a, self.transpose_a), split(b, !self.transpose_b));
         if k != k_b {
-            return Err(FactError::Mismatch {
-                left_name: "the inner dim of the first operand",
-                left: k.to_string(),
-                right_name: "that of the second",
-                right: k_b.to_string(),
-            });
+            return Err(FactError::mismatch("the inner dim of the first operand", &k, "that of the second", &k_b));
         }
         let mut shape = broadcast_shapes(a_lead, b_lead)?;
         shape.extend([m.clone(), n.clone()]);
@@ -50,23 +36,22 @@ impl OpRule for MatMul {
     //   dA' = dC B'ᵀ; dA is dA', or its transpose B' dCᵀ if A is stored transposed
     //   dB' = A'ᵀ dC; dB is dB', or its transpose dCᵀ A' if B is stored transposed
     // Transposition is only a flag of the product. Broadcast leading axes are summed.
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let (a, b, dc) = (context.inputs[0], context.inputs[1], context.dy());
-        let (ta, tb) = (self.transpose_a, self.transpose_b);
-        let (a_fact, b_fact) = (out.fact(a), out.fact(b));
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let [a, b] = *context.inputs else { unreachable!("infer checks the arity") };
+        let (dc, ta, tb) = (context.dy(), self.transpose_a, self.transpose_b);
         let da = context.wanted[0].then(|| {
-            let da = if ta { product(out, b, dc, tb, true) } else { product(out, dc, b, false, !tb) };
-            sum_to(out, da, &a_fact)
+            let da = if ta { product(b, dc, tb, true) } else { product(dc, b, false, !tb) };
+            da.sum_to(a)
         });
         let db = context.wanted[1].then(|| {
             // A weight shared by a whole batch: flattening the batch into rows makes its gradient one product instead
             // of a sum over the batch. This requires an untransposed first operand and an element count that fits 64
             // bits.
-            let countable = a_fact.volume().is_ok() && out.fact(dc).volume().is_ok();
-            let flatten = b_fact.rank() == 2 && a_fact.rank() > 2 && !ta && countable;
-            let (a, dc) = if flatten { (rows(out, a), rows(out, dc)) } else { (a, dc) };
-            let db = if tb { product(out, dc, a, true, ta) } else { product(out, a, dc, !ta, false) };
-            sum_to(out, db, &b_fact)
+            let countable = a.fact().volume().is_ok() && dc.fact().volume().is_ok();
+            let flatten = b.fact().rank() == 2 && a.fact().rank() > 2 && !ta && countable;
+            let (a, dc) = if flatten { (rows(a), rows(dc)) } else { (a, dc) };
+            let db = if tb { product(dc, a, true, ta) } else { product(a, dc, !ta, false) };
+            db.sum_to(b)
         });
         vec![da, db]
     }
@@ -125,15 +110,15 @@ fn split(fact: &Fact, outer_last: bool) -> (&[Dim], &Dim, &Dim) {
     if outer_last { (lead, &matrix[1], &matrix[0]) } else { (lead, &matrix[0], &matrix[1]) }
 }
 
-fn product(out: &mut dyn Emit, a: Value, b: Value, transpose_a: bool, transpose_b: bool) -> Value {
-    out.emit(Op::MatMul(MatMul { transpose_a, transpose_b }), &[a, b])
+fn product<'b>(a: Expr<'b>, b: Expr<'b>, transpose_a: bool, transpose_b: bool) -> Expr<'b> {
+    emit(Op::MatMul(MatMul { transpose_a, transpose_b }), &[a, b])
 }
 
-fn rows(out: &mut dyn Emit, x: Value) -> Value {
-    let shape = out.fact(x).shape;
+fn rows(x: Expr<'_>) -> Expr<'_> {
+    let shape = x.shape();
     let (last, rest) = shape.split_last().expect("an operand has at least two dims");
     let count = volume(rest).expect("all elements were counted before");
-    out.emit(Op::Reshape(Reshape { shape: vec![count, last.clone()] }), &[x])
+    x.reshape(vec![count, last.clone()])
 }
 
 /// Index of the operand's matrix that is broadcast to `index` of the leading axes.
@@ -148,11 +133,8 @@ fn matrix_of(shape: &[usize], index: &[usize]) -> usize {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, transpose_a, transpose_b, a: &[usize], b: &[usize]| Sample {
-        title,
-        op: Op::MatMul(MatMul { transpose_a, transpose_b }),
-        inputs: vec![ramp(a, 1), ramp(b, 2)],
-        differentiate: vec![0, 1],
+    let sample = |title, transpose_a, transpose_b, a: &[usize], b: &[usize]| {
+        Sample::new(title, Op::MatMul(MatMul { transpose_a, transpose_b }), vec![ramp(a, 1), ramp(b, 2)])
     };
     vec![
         sample("two matrices", false, false, &[3, 4], &[4, 5]),
@@ -201,21 +183,6 @@ mod tests {
         assert_eq!(y[0].to_f64(), [3., 4., 5., 6., 8., 10.]);
     }
 
-    #[test]
-    fn shapes_and_errors() {
-        let infer = |op: MatMul, a: &str, b: &str| {
-            let dims = |text: &str| text.split(' ').map(|d| Dim::parse(d).unwrap()).collect();
-            let (a, b) = (Fact::new(DType::F32, dims(a)), Fact::new(DType::F32, dims(b)));
-            op.infer(&[&a, &b]).map_or_else(|e| e.to_string(), |f| f[0].to_string())
-        };
-        let plain = MatMul { transpose_a: false, transpose_b: false };
-        let linear = MatMul { transpose_a: false, transpose_b: true };
-        assert_eq!(infer(linear, "batch 16 64", "10 64"), "f32[batch, 16, 10]");
-        assert_eq!(infer(plain, "batch 1 3 4", "5 4 2"), "f32[batch, 5, 3, 2]");
-        assert_eq!(infer(plain, "3 4", "5 4"), "the inner dim of the first operand is 4, that of the second is 5");
-        assert!(infer(plain, "4", "4 5").contains("a vector is reshaped to a matrix first"));
-    }
-
     /// Records the emitted ops; all values have one fact.
     struct Listing(Vec<Fact>, Vec<Op>);
 
@@ -240,10 +207,7 @@ mod tests {
         let c = op.infer(&[&a, &b]).unwrap().remove(0);
         let mut out = Listing(vec![a, b, c.clone(), c], vec![]);
         let [a, b, c, dc] = [0, 1, 2, 3].map(|n| Value { node: NodeId(n), output: 0 });
-        op.backward(
-            BackwardContext { inputs: &[a, b], outputs: &[c], d_outputs: &[Some(dc)], wanted: &wanted },
-            &mut out,
-        );
+        expr::backward(&op, [&[a, b], &[c]], &[Some(dc)], &wanted, &mut out);
         out.1
     }
 

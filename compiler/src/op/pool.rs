@@ -9,12 +9,8 @@ use super::*;
 use crate::tensor::view::indices;
 
 impl OpRule for MaxPool {
-    fn name(&self) -> &'static str {
-        "max_pool"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        let [x] = arity(inputs)?;
         Ok(vec![pooled_fact(x, &self.window, &self.kernel, self.ceil)?])
     }
 
@@ -24,13 +20,12 @@ impl OpRule for MaxPool {
     }
 
     // dx = MaxPoolGrad(x, dy)
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let dy = context.dy();
-        vec![Some(out.emit(Op::MaxPoolGrad(MaxPoolGrad { forward: self.clone() }), &[context.inputs[0], dy]))]
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        vec![Some(emit(Op::MaxPoolGrad(MaxPoolGrad { forward: self.clone() }), &[context.inputs[0], context.dy()]))]
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        (0..2).map(|axis| Strategy::along(&[Some(axis)], &[Some(axis)])).collect()
+        batch_and_channels(1, None)
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -44,15 +39,11 @@ impl OpRule for MaxPool {
 }
 
 impl OpRule for MaxPoolGrad {
-    fn name(&self) -> &'static str {
-        "max_pool_grad"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x, dy] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
+        let [x, dy] = arity(inputs)?;
         let forward = &self.forward;
         same_output(dy, &pooled_fact(x, &forward.window, &forward.kernel, forward.ceil)?)?;
-        Ok(vec![(*x).clone()])
+        Ok(vec![x.clone()])
     }
 
     // The forward comparisons again, and one addition per window.
@@ -67,8 +58,7 @@ impl OpRule for MaxPoolGrad {
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        let batch_and_channels = (0..2).map(|axis| Strategy::along(&[Some(axis), Some(axis)], &[Some(axis)]));
-        batch_and_channels.chain([Strategy::linear(&[false, true], 1)]).collect()
+        batch_and_channels(2, Some(&[false, true]))
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -85,12 +75,8 @@ impl OpRule for MaxPoolGrad {
 }
 
 impl OpRule for AvgPool {
-    fn name(&self) -> &'static str {
-        "avg_pool"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        let [x] = arity(inputs)?;
         Ok(vec![pooled_fact(x, &self.window, &self.kernel, self.ceil)?])
     }
 
@@ -100,15 +86,13 @@ impl OpRule for AvgPool {
     }
 
     // dx = AvgPoolGrad(dy)
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let spatial = out.fact(context.inputs[0]).shape[2..].to_vec();
-        let dy = context.dy();
-        vec![Some(out.emit(Op::AvgPoolGrad(AvgPoolGrad { forward: self.clone(), spatial }), &[dy]))]
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let spatial = context.inputs[0].shape()[2..].to_vec();
+        vec![Some(context.dy().then(Op::AvgPoolGrad(AvgPoolGrad { forward: self.clone(), spatial })))]
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        let batch_and_channels = (0..2).map(|axis| Strategy::along(&[Some(axis)], &[Some(axis)]));
-        batch_and_channels.chain([Strategy::linear(&[true], 1)]).collect()
+        batch_and_channels(1, Some(&[true]))
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -140,12 +124,8 @@ impl AvgPool {
 }
 
 impl OpRule for AvgPoolGrad {
-    fn name(&self) -> &'static str {
-        "avg_pool_grad"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [dy] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        let [dy] = arity(inputs)?;
         check(dy, "the output gradient")?;
         let mut shape = dy.shape[..2].to_vec();
         shape.extend_from_slice(&self.spatial);
@@ -160,14 +140,12 @@ impl OpRule for AvgPoolGrad {
     }
 
     // The op is the adjoint of the linear pool: d(dy) = AvgPool(g)
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let g = context.dy();
-        vec![Some(out.emit(Op::AvgPool(self.forward.clone()), &[g]))]
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        vec![Some(context.dy().then(Op::AvgPool(self.forward.clone())))]
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        let batch_and_channels = (0..2).map(|axis| Strategy::along(&[Some(axis)], &[Some(axis)]));
-        batch_and_channels.chain([Strategy::linear(&[true], 1)]).collect()
+        batch_and_channels(1, Some(&[true]))
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -184,9 +162,7 @@ impl OpRule for AvgPoolGrad {
 }
 
 fn check(x: &Fact, what: &'static str) -> Result<(), FactError> {
-    if !x.dtype.is_float() {
-        return Err(FactError::DType { what, expected: "a float".into(), got: x.dtype });
-    }
+    check_float(what, x)?;
     if !(3..=5).contains(&x.rank()) {
         let expected = "3 to 5: batch, channels, then one to three spatial dims".into();
         return Err(FactError::Rank { what, expected, got: x.rank() });
@@ -202,12 +178,14 @@ fn pooled_fact(x: &Fact, window: &Window, kernel: &[usize], ceil: bool) -> Resul
     Ok(Fact::new(x.dtype, shape))
 }
 
+/// Strategies of an op on `inputs` tensors, linear in the marked ones.
+fn batch_and_channels(inputs: usize, linear: Option<&[bool]>) -> Vec<Strategy> {
+    let along = |axis| Strategy::along(&vec![Some(axis); inputs], &[Some(axis)]);
+    (0..2).map(along).chain(linear.map(|terms| Strategy::linear(terms, 1))).collect()
+}
+
 fn same_output(dy: &Fact, expected: &Fact) -> Result<(), FactError> {
-    if dy == expected {
-        return Ok(());
-    }
-    let (left_name, right_name) = ("the output gradient", "the output of the pool");
-    Err(FactError::Mismatch { left_name, left: dy.to_string(), right_name, right: expected.to_string() })
+    check_same("the output gradient", dy, "the output of the pool", expected)
 }
 
 fn volume(kernel: &[usize]) -> f64 {

@@ -1,17 +1,12 @@
 //! Reductions, and argmax and argmin.
 
 use super::broadcast::walk;
-use super::unary::scalar;
 use super::*;
 use crate::tensor::view::strides;
 
 impl OpRule for Reduce {
-    fn name(&self) -> &'static str {
-        "reduce"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        let [x] = arity(inputs)?;
         check_axes(&self.axes, x.rank())?;
         let (is_supported, expected) = match self.kind {
             ReduceKind::Mean => (x.dtype.is_float(), "a float"),
@@ -19,9 +14,7 @@ impl OpRule for Reduce {
             // On bool these are `any` and `all`.
             ReduceKind::Max | ReduceKind::Min => (true, ""),
         };
-        if !is_supported {
-            return Err(FactError::DType { what: "the input", expected: expected.into(), got: x.dtype });
-        }
+        check_dtype(is_supported, "the input", expected, x)?;
         let shape = if self.keep { kept_shape(&x.shape, &self.axes) } else { dropped_shape(&x.shape, &self.axes) };
         Ok(vec![Fact::new(x.dtype, shape)])
     }
@@ -30,46 +23,29 @@ impl OpRule for Reduce {
         Cost { flops: elements(inputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let x = out.fact(context.inputs[0]);
-        if !x.dtype.is_float() {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let x = context.inputs[0];
+        if !x.is_float() {
             return vec![None];
         }
+        let shape = x.shape();
         // Gradient and result with the reduced axes at size 1, so that they broadcast over x.
-        let narrow = kept_shape(&x.shape, &self.axes);
-        let with_axes = |out: &mut dyn Emit, value| {
-            let has_shape = out.fact(value).shape == narrow;
-            if has_shape { value } else { out.emit(Op::Reshape(Reshape { shape: narrow.clone() }), &[value]) }
-        };
-        let dy = with_axes(out, context.dy());
+        let narrow = kept_shape(&shape, &self.axes);
+        let with_axes = |value: Expr<'b>| if value.shape() == narrow { value } else { value.reshape(narrow.clone()) };
+        let dy = with_axes(context.dy());
         let dx = match self.kind {
-            // dx = dy
             ReduceKind::Sum => dy,
-            // dx = dy / count
-            ReduceKind::Mean => {
-                let share = reciprocal_count(&x, &self.axes, out);
-                out.emit(Op::Binary(Binary::Mul), &[dy, share])
-            }
+            ReduceKind::Mean => dy * reciprocal_count(x, &x.fact(), &self.axes),
             // dx = (x == y) dy / Σ (x == y)
             ReduceKind::Max | ReduceKind::Min => {
-                let y = with_axes(out, context.outputs[0]);
-                let equal = out.emit(Op::Compare(Compare::Equal), &[context.inputs[0], y]);
-                let is_extremum = out.emit(Op::Cast(Cast { to: x.dtype }), &[equal]);
-                let sum = Reduce { kind: ReduceKind::Sum, axes: self.axes.clone(), keep: true };
-                let ties = out.emit(Op::Reduce(sum), &[is_extremum]);
-                let part = out.emit(Op::Binary(Binary::Div), &[dy, ties]);
-                out.emit(Op::Binary(Binary::Mul), &[is_extremum, part])
+                let y = with_axes(context.outputs[0]);
+                let is_extremum = x.equal(y).cast(x.dtype());
+                let ties = is_extremum.reduce(ReduceKind::Sum, self.axes.clone(), true);
+                is_extremum * (dy / ties)
             }
-            // dx = dy · the product of the other elements
-            ReduceKind::Prod => {
-                let others = product_of_others(context.inputs[0], &self.axes, out);
-                out.emit(Op::Binary(Binary::Mul), &[dy, others])
-            }
+            ReduceKind::Prod => dy * product_of_others(x, &self.axes),
         };
-        if out.fact(dx).shape == x.shape {
-            return vec![Some(dx)];
-        }
-        vec![Some(out.emit(Op::Broadcast(Broadcast { shape: x.shape }), &[dx]))]
+        vec![Some(if dx.shape() == shape { dx } else { dx.broadcast(shape) })]
     }
 
     // Along a reduced axis, every device reduces its shard; the results are partial sums or are all-reduced.
@@ -95,14 +71,13 @@ impl OpRule for Reduce {
         strategies
     }
 
-    fn write_part(&self, _: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+    fn write_part<'b>(&self, _: &Strategy, context: &LocalContext<'b>) -> Vec<Expr<'b>> {
         let kind = if self.kind == ReduceKind::Mean { ReduceKind::Sum } else { self.kind };
-        let local = out.emit(Op::Reduce(Reduce { kind, ..self.clone() }), context.inputs);
+        let local = context.inputs[0].then(Op::Reduce(Reduce { kind, ..self.clone() }));
         if self.kind != ReduceKind::Mean {
-            return vec![out.emit(Op::AllReduce(AllReduce { kind, devices: context.devices }), &[local])];
+            return vec![local.all_reduce(kind, context.devices)];
         }
-        let share = reciprocal_count(context.whole[0], &self.axes, out);
-        vec![out.emit(Op::Binary(Binary::Mul), &[local, share])]
+        vec![local * reciprocal_count(local, context.whole[0], &self.axes)]
     }
 
     // Floats accumulate in f64 and round once; integers wrap. Over no elements, a sum is 0, a product is 1, and a
@@ -145,12 +120,8 @@ impl OpRule for Reduce {
 }
 
 impl OpRule for ArgReduce {
-    fn name(&self) -> &'static str {
-        "arg_reduce"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        let [x] = arity(inputs)?;
         check_axes(&[self.axis], x.rank())?;
         if x.shape[self.axis].is(0) {
             return Err(FactError::Attribute(format!("axis {} of {x} has no elements to select", self.axis)));
@@ -213,39 +184,30 @@ fn dropped_shape(shape: &[Dim], axes: &[usize]) -> Vec<Dim> {
     shape.iter().enumerate().filter(|(i, _)| !axes.contains(i)).map(|(_, d)| d.clone()).collect()
 }
 
-/// `1/count` of the elements along `axes`, as a scalar. A symbolic count is emitted as a sum of ones, which folds to
-/// the same constant once the symbols are bound.
-fn reciprocal_count(x: &Fact, axes: &[usize], out: &mut dyn Emit) -> Value {
+/// `1/count` of the elements of `x` along `axes`, as a scalar beside `site`. A symbolic count is emitted as a sum of ones,
+/// which folds to the same constant once the symbols are bound.
+fn reciprocal_count<'b>(site: Expr<'b>, x: &Fact, axes: &[usize]) -> Expr<'b> {
     let sizes: Vec<Dim> = axes.iter().map(|&axis| x.shape[axis].clone()).collect();
     if let Some(static_sizes) = sizes.iter().map(Dim::known).collect::<Option<Vec<i64>>>() {
         let count: f64 = static_sizes.iter().map(|&size| size as f64).product();
-        return out.emit(scalar(x.dtype, 1.0 / count), &[]);
+        return site.source(unary::scalar(x.dtype, 1.0 / count));
     }
-    let one = out.emit(scalar(DType::F64, 1.0), &[]);
-    let ones = out.emit(Op::Broadcast(Broadcast { shape: sizes }), &[one]);
-    let sum = Reduce { kind: ReduceKind::Sum, axes: (0..axes.len()).collect(), keep: false };
-    let count = out.emit(Op::Reduce(sum), &[ones]);
-    let share = out.emit(Op::Unary(Unary::Reciprocal), &[count]);
-    out.emit(Op::Cast(Cast { to: x.dtype }), &[share])
+    let ones = site.source(unary::scalar(DType::F64, 1.0)).broadcast(sizes);
+    ones.sum().reciprocal().cast(x.dtype)
 }
 
 /// For each element the product of the others along `axes`. Let p be the product of all non-zero elements. Without
 /// zeros it is p/x; with one zero, p at that element and 0 elsewhere; with more, 0.
-fn product_of_others(x: Value, axes: &[usize], out: &mut dyn Emit) -> Value {
-    let dtype = out.fact(x).dtype;
-    let (zero, one) = (out.emit(scalar(dtype, 0.0), &[]), out.emit(scalar(dtype, 1.0), &[]));
-    let reduction = |kind| Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep: true });
-    let is_zero = out.emit(Op::Compare(Compare::Equal), &[x, zero]);
-    let nonzero = out.emit(Op::Select(Select {}), &[is_zero, one, x]);
-    let product = out.emit(reduction(ReduceKind::Prod), &[nonzero]);
-    let zero_flags = out.emit(Op::Cast(Cast { to: dtype }), &[is_zero]);
-    let zeros = out.emit(reduction(ReduceKind::Sum), &[zero_flags]);
-    let no_zeros = out.emit(Op::Compare(Compare::Equal), &[zeros, zero]);
-    let single = out.emit(Op::Compare(Compare::Equal), &[zeros, one]);
-    let product_or_zero = out.emit(Op::Select(Select {}), &[no_zeros, product, zero]);
-    let product_of_rest = out.emit(Op::Select(Select {}), &[single, product, zero]);
-    let quotient = out.emit(Op::Binary(Binary::Div), &[product_or_zero, nonzero]);
-    out.emit(Op::Select(Select {}), &[is_zero, product_of_rest, quotient])
+fn product_of_others<'b>(x: Expr<'b>, axes: &[usize]) -> Expr<'b> {
+    let (zero, one) = (x.number(0.0), x.number(1.0));
+    let is_zero = x.equal(zero);
+    let nonzero = is_zero.select(one, x);
+    let product = nonzero.reduce(ReduceKind::Prod, axes.to_vec(), true);
+    let zeros = is_zero.cast(x.dtype()).reduce(ReduceKind::Sum, axes.to_vec(), true);
+    let (no_zeros, single) = (zeros.equal(zero), zeros.equal(one));
+    let product_or_zero = no_zeros.select(product, zero);
+    let product_of_rest = single.select(product, zero);
+    is_zero.select(product_of_rest, product_or_zero / nonzero)
 }
 
 pub(in crate::op) fn join(kind: ReduceKind, so_far: f64, x: f64) -> f64 {
@@ -288,24 +250,15 @@ fn range(dtype: DType) -> (i64, i64) {
 
 pub fn samples() -> Vec<Sample> {
     use ReduceKind::*;
-    let sample = |title, kind, axes: &[usize], keep, x: Tensor| Sample {
-        title,
-        op: Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep }),
-        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
-        inputs: vec![x],
+    let sample = |title, kind, axes: &[usize], keep, x: Tensor| {
+        Sample::new(title, Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep }), vec![x])
     };
-    let arg_sample = |title, largest, axis, keep, x: Tensor| Sample {
-        title,
-        op: Op::ArgReduce(ArgReduce { largest, axis, keep }),
-        inputs: vec![x],
-        differentiate: vec![],
+    let arg_sample = |title, largest, axis, keep, x: Tensor| {
+        Sample::forward(title, Op::ArgReduce(ArgReduce { largest, axis, keep }), vec![x])
     };
     let x = || Tensor::from_f32(&[2, 3, 2], &[1.5, -2.0, 0.3, 4.1, -0.6, 2.2, 3.7, 0.9, -1.1, 2.8, 5.0, -3.3]);
     let integers = || Tensor::from_i64(&[2, 2], &[i64::MAX, -2, 3, 4]);
-    let large = || {
-        let bytes = [3, u64::MAX, 7].map(u64::to_le_bytes).concat();
-        Tensor::new(DType::U64, vec![3], bytes.into()).expect("three numbers of eight bytes")
-    };
+    let large = || Tensor::from_i64(&[3], &[3, -1, 7]).cast(DType::U64);
     let mut list = Vec::new();
     for kind in [Sum, Mean, Max, Min, Prod] {
         list.push(sample("the last axis", kind, &[2], false, x()));
@@ -380,18 +333,5 @@ mod tests {
         assert_eq!(reduced(ReduceKind::Max, &none).to_f64(), [f64::NEG_INFINITY]);
         assert!(reduced(ReduceKind::Max, &Tensor::from_f32(&[2], &[f32::NAN, 1.0])).to_f64()[0].is_nan());
         assert_eq!(reduced(ReduceKind::Max, &Tensor::zeros(DType::Bool, &[0])).to_i64(), [0]);
-    }
-
-    #[test]
-    fn axes_are_checked() {
-        let x = Fact::new(DType::F32, vec![Dim::symbol("batch"), Dim::Known(3)]);
-        let infer = |axes: &[usize], keep| Reduce { kind: ReduceKind::Sum, axes: axes.to_vec(), keep }.infer(&[&x]);
-        assert_eq!(infer(&[0], true).unwrap()[0].to_string(), "f32[1, 3]");
-        assert_eq!(infer(&[1], false).unwrap()[0].to_string(), "f32[batch]");
-        for wrong in [&[2][..], &[1, 0], &[0, 0]] {
-            assert!(infer(wrong, false).is_err());
-        }
-        let empty = Fact::of(DType::F32, &[2, 0]);
-        assert!(ArgReduce { largest: true, axis: 1, keep: false }.infer(&[&empty]).is_err());
     }
 }

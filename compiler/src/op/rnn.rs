@@ -10,10 +10,19 @@
 //!   da = (dh + dy_t) φ'(h_t);  dh = da W_hh
 //!   dx_t = da W_ih,  dW_ih = Σ daᵀ x_t,  dW_hh = Σ daᵀ h,  db = Σ da
 
-use super::layer_norm::check_same;
-use super::lstm::{Sizes, before, inputs_of, logistic, order, products, zeros};
-use super::sample::{ramp, run};
+use super::lstm::{before, order};
+use super::recurrent::{Layer, Recurrent, Sums, gate_sum, logistic, read_row, samples_of, write_all, write_row};
 use super::*;
+
+const LAYER: Layer = Layer {
+    gates: 1,
+    bias: "one value a unit",
+    states: 1,
+    saved: &[],
+    biases: 1,
+    // Forward: 3 additions and an activation.
+    flops: [4.0, 4.0],
+};
 
 impl Activation {
     /// `φ(x)`
@@ -35,118 +44,44 @@ impl Activation {
     }
 }
 
-impl OpRule for Rnn {
-    fn name(&self) -> &'static str {
-        "rnn"
+impl Recurrent for Rnn {
+    const LAYER: Layer = LAYER;
+
+    fn gradient(&self) -> Option<Op> {
+        Some(Op::RnnGrad(RnnGrad { reverse: self.reverse, activation: self.activation }))
     }
 
-    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x, w_ih, w_hh, b_ih, b_hh, h0] = inputs else {
-            return Err(FactError::Arity { expected: 6, got: inputs.len() });
-        };
-        let sizes = Sizes::of(x, w_hh, 1)?;
-        sizes.weights(w_ih, w_hh)?;
-        check_same("the input bias", b_ih, "one value a unit", &sizes.bias())?;
-        check_same("the hidden bias", b_hh, "one value a unit", &sizes.bias())?;
-        check_same("the first state", h0, "one state a row", &sizes.state())?;
-        Ok(vec![sizes.sequence(&sizes.hidden), sizes.state()])
-    }
-
-    // The matrix products; 3 additions and an activation per unit.
-    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        let flops = products(inputs[0], inputs[2]) + 4.0 * elements(&outputs[0]);
-        Cost { flops, bytes: moved_bytes(inputs, outputs) }
-    }
-
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let [x, w_ih, w_hh, _, _, h0] = context.inputs else { unreachable!("infer checks the arity") };
-        let mut d_outputs = Vec::with_capacity(2);
-        for (output, gradient) in context.outputs.iter().zip(context.d_outputs) {
-            d_outputs.push(gradient.unwrap_or_else(|| zeros(out, *output)));
-        }
-        let saved = [*x, *w_ih, *w_hh, *h0, context.outputs[0]];
-        let inputs: Vec<Value> = d_outputs.into_iter().chain(saved).collect();
-        let grad = RnnGrad { reverse: self.reverse, activation: self.activation };
-        let gradients_all = out.emit_all(Op::RnnGrad(grad), &inputs);
-        let [dx, dw_ih, dw_hh, db, dh0] = gradients_all[..] else { unreachable!("the gradient has five outputs") };
-        let gradients = [dx, dw_ih, dw_hh, db, db, dh0];
-        gradients.into_iter().zip(context.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
-    }
-
-    // The batch axis.
-    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        let inputs = [Some(1), None, None, None, None, Some(0)];
-        let outputs = [Some(1), Some(0)];
-        vec![Strategy::along(&inputs, &outputs)]
-    }
-
-    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+    fn kernel(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) {
         let [x, w_ih, w_hh, b_ih, b_hh, h0] = inputs else { unreachable!("infer checks the arity") };
         let [y, last_h] = outputs else { unreachable!("infer gives two outputs") };
-        let (steps, batch, width, hidden) = (x.shape[0], x.shape[1], x.shape[2], h0.shape[1]);
+        let (steps, batch, hidden) = (x.shape[0], x.shape[1], h0.shape[1]);
         for n in 0..batch {
-            let mut h: Vec<f64> = (0..hidden).map(|j| h0.f64(n * hidden + j)).collect();
+            let mut h = read_row(h0, n);
             for t in order(steps, self.reverse) {
                 let row = t * batch + n;
-                let unit = |k: usize| {
-                    let from_x: f64 = (0..width).map(|i| x.f64(row * width + i) * w_ih.f64(k * width + i)).sum();
-                    let from_h: f64 = (0..hidden).map(|j| h[j] * w_hh.f64(k * hidden + j)).sum();
-                    self.activation.value(from_x + b_ih.f64(k) + from_h + b_hh.f64(k))
-                };
+                let unit = |k| self.activation.value(gate_sum([x, w_ih, w_hh, b_ih, b_hh], row, &h, k));
                 h = (0..hidden).map(unit).collect();
-                h.iter().enumerate().for_each(|(j, &h)| y.set_f64(row * hidden + j, h));
+                write_row(y, row, &h);
             }
-            h.iter().enumerate().for_each(|(j, &h)| last_h.set_f64(n * hidden + j, h));
+            write_row(last_h, n, &h);
         }
-        Ok(())
     }
 }
 
-impl OpRule for RnnGrad {
-    fn name(&self) -> &'static str {
-        "rnn_grad"
+impl Recurrent for RnnGrad {
+    const LAYER: Layer = LAYER;
+
+    fn gradient(&self) -> Option<Op> {
+        None
     }
 
-    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [dy, dh, x, w_ih, w_hh, h0, y] = inputs else {
-            return Err(FactError::Arity { expected: 7, got: inputs.len() });
-        };
-        let sizes = Sizes::of(x, w_hh, 1)?;
-        sizes.weights(w_ih, w_hh)?;
-        let (state, sequence) = (sizes.state(), sizes.sequence(&sizes.hidden));
-        check_same("the gradient of the last state", dh, "one state a row", &state)?;
-        check_same("the first state", h0, "one state a row", &state)?;
-        check_same("the output gradient", dy, "one state a step", &sequence)?;
-        check_same("the output", y, "one state a step", &sequence)?;
-        Ok(vec![(*x).clone(), (*w_ih).clone(), (*w_hh).clone(), sizes.bias(), state])
-    }
-
-    // Two products per forward product; 4 further flops per unit.
-    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
-        let flops = 2.0 * products(inputs[2], inputs[4]) + 4.0 * elements(inputs[0]);
-        Cost { flops, bytes: moved_bytes(inputs, outputs) }
-    }
-
-    // No second-order gradient, as for the LSTM.
-
-    fn takes_gradient(&self, _: usize) -> bool {
-        false
-    }
-
-    // The batch axis.
-    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
-        let inputs = [Some(1), Some(0), Some(1), None, None, Some(0), Some(1)];
-        let outputs = [Some(1), None, None, None, Some(0)];
-        vec![Strategy::along(&inputs, &outputs)]
-    }
-
-    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+    fn kernel(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) {
         let [dy, last_dh, x, w_ih, w_hh, h0, y] = inputs else { unreachable!("infer checks the arity") };
         let [dx, dw_ih, dw_hh, db, dh0] = outputs else { unreachable!("infer gives five outputs") };
-        let (steps, batch, width, hidden) = (x.shape[0], x.shape[1], x.shape[2], h0.shape[1]);
-        let mut sums = [vec![0.0; w_ih.len()], vec![0.0; w_hh.len()], vec![0.0; hidden]];
+        let (steps, batch, hidden) = (x.shape[0], x.shape[1], h0.shape[1]);
+        let mut sums = Sums::new([x, w_ih, w_hh]);
         for n in 0..batch {
-            let mut dh: Vec<f64> = (0..hidden).map(|j| last_dh.f64(n * hidden + j)).collect();
+            let mut dh = read_row(last_dh, n);
             for t in order(steps, !self.reverse) {
                 let row = t * batch + n;
                 let before = before(t, steps, self.reverse).map(|t| (t * batch + n) * hidden);
@@ -155,75 +90,29 @@ impl OpRule for RnnGrad {
                     (dh[j] + dy.f64(at)) * self.activation.slope(y.f64(at))
                 };
                 let da: Vec<f64> = (0..hidden).map(arrives).collect();
-                for i in 0..width {
-                    dx.set_f64(row * width + i, (0..hidden).map(|k| da[k] * w_ih.f64(k * width + i)).sum());
-                }
-                for (j, dh) in dh.iter_mut().enumerate() {
-                    *dh = (0..hidden).map(|k| da[k] * w_hh.f64(k * hidden + j)).sum();
-                }
-                for (k, da) in da.into_iter().enumerate() {
-                    (0..width).for_each(|i| sums[0][k * width + i] += da * x.f64(row * width + i));
-                    for j in 0..hidden {
-                        sums[1][k * hidden + j] += da * before.map_or(h0.f64(n * hidden + j), |at| y.f64(at + j));
-                    }
-                    sums[2][k] += da;
-                }
+                sums.step(&da, row, |j| before.map_or(h0.f64(n * hidden + j), |at| y.f64(at + j)), dx, &mut dh);
             }
-            dh.iter().enumerate().for_each(|(j, &d)| dh0.set_f64(n * hidden + j, d));
+            write_row(dh0, n, &dh);
         }
-        for (d, sums) in [dw_ih, dw_hh, db].into_iter().zip(sums) {
-            sums.into_iter().enumerate().for_each(|(i, sum)| d.set_f64(i, sum));
-        }
-        Ok(())
+        write_all([dw_ih, dw_hh, db], sums.sums);
     }
-}
-
-/// The gradient's inputs: output gradients, forward inputs and saved outputs.
-fn grad_inputs(forward: &Rnn, inputs: &[Tensor], d_outputs: [Tensor; 2]) -> Vec<Tensor> {
-    let forward_inputs = [0, 1, 2, 5].map(|i: usize| inputs[i].clone());
-    d_outputs.into_iter().chain(forward_inputs).chain([run(forward, inputs)[0].clone()]).collect()
 }
 
 pub fn samples() -> Vec<Sample> {
     let cases = [
-        ("tanh, forward", [3, 2, 3, 2], false, Activation::Tanh),
-        ("tanh, reverse", [3, 2, 2, 3], true, Activation::Tanh),
-        ("relu", [3, 2, 3, 3], false, Activation::Relu),
-        ("sigmoid", [2, 2, 3, 2], true, Activation::Sigmoid),
-        ("one step", [1, 1, 4, 2], false, Activation::Tanh),
+        ("tanh, forward", [3, 2, 3, 2], Rnn { reverse: false, activation: Activation::Tanh }),
+        ("tanh, reverse", [3, 2, 2, 3], Rnn { reverse: true, activation: Activation::Tanh }),
+        ("relu", [3, 2, 3, 3], Rnn { reverse: false, activation: Activation::Relu }),
+        ("sigmoid", [2, 2, 3, 2], Rnn { reverse: true, activation: Activation::Sigmoid }),
+        ("one step", [1, 1, 4, 2], Rnn { reverse: false, activation: Activation::Tanh }),
     ];
-    let with_gradient = |(title, sizes, reverse, activation): (&'static str, [usize; 4], bool, _)| {
-        let [steps, batch, _, hidden] = sizes;
-        let inputs = inputs_of(1, sizes, 1);
-        let forward = Rnn { reverse, activation };
-        let d_outputs = [ramp(&[steps, batch, hidden], 8), ramp(&[batch, hidden], 9)];
-        let gradient_inputs = grad_inputs(&forward, &inputs, d_outputs);
-        let grad = Op::RnnGrad(RnnGrad { reverse, activation });
-        [
-            Sample { title, op: Op::Rnn(forward), inputs, differentiate: (0..6).collect() },
-            Sample { title, op: grad, inputs: gradient_inputs, differentiate: vec![] },
-        ]
-    };
-    cases.into_iter().flat_map(with_gradient).collect()
+    samples_of(&cases, |rnn| Op::Rnn(*rnn))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::sample::assert_slopes;
     use super::*;
-
-    // The samples only check the gradient of y; this test covers both outputs.
-    #[test]
-    fn gradients_of_the_last_state_are_slopes() {
-        for (reverse, activation) in [(false, Activation::Tanh), (true, Activation::Tanh), (true, Activation::Sigmoid)]
-        {
-            let forward = Rnn { reverse, activation };
-            let inputs: Vec<Tensor> = inputs_of(1, [3, 2, 2, 2], 1).iter().map(|t| t.cast(DType::F64)).collect();
-            let weights = [ramp(&[3, 2, 2], 20), ramp(&[2, 2], 21)].map(|t| t.cast(DType::F64));
-            let gradients = run(&RnnGrad { reverse, activation }, &grad_inputs(&forward, &inputs, weights.clone()));
-            assert_slopes(&forward, &inputs, &weights, &gradients, &[0, 1, 2, 3, 3, 4]);
-        }
-    }
+    use crate::op::sample::run;
 
     #[test]
     fn one_unit_by_hand() {

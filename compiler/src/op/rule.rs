@@ -1,5 +1,6 @@
 //! The semantics of an op: shape inference, cost, gradient, reference kernel and sharding strategies, with their types.
 
+use super::expr::Expr;
 use super::{Op, Value};
 use crate::op::sharding::{Group, LocalContext, Strategy};
 use crate::tensor::dim::DimError;
@@ -18,19 +19,24 @@ pub struct Cost {
 
 /// The context of an op for its backward rule.
 pub struct BackwardContext<'a> {
-    pub inputs: &'a [Value],
-    pub outputs: &'a [Value],
+    pub inputs: &'a [Expr<'a>],
+    pub outputs: &'a [Expr<'a>],
     /// The gradient of each output; `None` if there is none.
-    pub d_outputs: &'a [Option<Value>],
+    pub d_outputs: &'a [Option<Expr<'a>>],
     /// Inputs that need a gradient; others are discarded.
     pub wanted: &'a [bool],
 }
 
-impl BackwardContext<'_> {
+impl<'a> BackwardContext<'a> {
     /// The gradient of the first output. A backward rule runs only if an output has a gradient. Ops whose further
     /// outputs take none (saved statistics) may therefore call this.
-    pub fn dy(&self) -> Value {
+    pub fn dy(&self) -> Expr<'a> {
         self.d_outputs[0].expect("a backward rule runs if the first output has a gradient")
+    }
+
+    /// The gradients that are wanted, out of one for each input.
+    pub fn wanted_of(&self, gradients: impl IntoIterator<Item = Expr<'a>>) -> Vec<Option<Expr<'a>>> {
+        gradients.into_iter().zip(self.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
     }
 }
 
@@ -61,6 +67,50 @@ pub enum FactError {
     Dim(#[from] DimError),
 }
 
+impl FactError {
+    pub fn mismatch(
+        left_name: &'static str,
+        left: impl ToString,
+        right_name: &'static str,
+        right: impl ToString,
+    ) -> FactError {
+        FactError::Mismatch { left_name, left: left.to_string(), right_name, right: right.to_string() }
+    }
+}
+
+/// The inputs of an op that takes `N`.
+pub fn arity<'a, const N: usize>(inputs: &[&'a Fact]) -> Result<[&'a Fact; N], FactError> {
+    inputs.try_into().map_err(|_| FactError::Arity { expected: N, got: inputs.len() })
+}
+
+pub fn check_dtype(is_supported: bool, what: &'static str, expected: &str, fact: &Fact) -> Result<(), FactError> {
+    let error = || FactError::DType { what, expected: expected.into(), got: fact.dtype };
+    is_supported.then_some(()).ok_or_else(error)
+}
+
+pub fn check_float(what: &'static str, fact: &Fact) -> Result<(), FactError> {
+    check_dtype(fact.dtype.is_float(), what, "a float", fact)
+}
+
+/// Checks that a tensor has the element type of `model`, called `name`.
+pub fn check_like(what: &'static str, fact: &Fact, model: &Fact, name: &str) -> Result<(), FactError> {
+    let error = || FactError::DType { what, expected: format!("{}, as {name}", model.dtype), got: fact.dtype };
+    (fact.dtype == model.dtype).then_some(()).ok_or_else(error)
+}
+
+pub fn check_axis(axis: usize, rank: usize) -> Result<(), FactError> {
+    if axis < rank { Ok(()) } else { Err(FactError::Axis { axis, rank }) }
+}
+
+pub fn check_same(
+    left_name: &'static str,
+    left: &Fact,
+    right_name: &'static str,
+    right: &Fact,
+) -> Result<(), FactError> {
+    if left == right { Ok(()) } else { Err(FactError::mismatch(left_name, left, right_name, right)) }
+}
+
 #[derive(Clone, Debug, Error, PartialEq)]
 pub enum KernelError {
     #[error("index {index} is outside an axis of size {size}")]
@@ -76,10 +126,12 @@ pub enum KernelError {
     Label { label: i64, classes: usize },
 }
 
-pub trait OpRule {
-    /// Name in the text form and in messages, lower case: `layer_norm`.
+/// The name of an op in the text form and in messages, lower case: `layer_norm`. The [`table`](super::table) has all.
+pub trait Named {
     fn name(&self) -> &'static str;
+}
 
+pub trait OpRule: Named {
     /// Infers the element types and shapes of the outputs.
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError>;
 
@@ -90,8 +142,7 @@ pub trait OpRule {
 
     /// The gradient of each input as core ops; `None` if it has none. `context.d_outputs` contains at least one
     /// gradient.
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let _ = out;
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         vec![None; context.inputs.len()]
     }
 
@@ -115,8 +166,8 @@ pub trait OpRule {
 
     /// Emits the per-device ops of a strategy with [`Local::Written`](crate::op::sharding::Local::Written); returns the
     /// local outputs.
-    fn write_part(&self, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
-        let _ = (context, out);
+    fn write_part<'b>(&self, strategy: &Strategy, context: &LocalContext<'b>) -> Vec<Expr<'b>> {
+        let _ = context;
         unreachable!("{} has no sharding rule for {strategy:?}", self.name())
     }
 
@@ -143,4 +194,17 @@ pub struct Sample {
     pub inputs: Vec<Tensor>,
     /// Inputs whose gradient is checked by finite differences in `f64`.
     pub differentiate: Vec<usize>,
+}
+
+impl Sample {
+    /// A case with the gradients of all inputs that are floats.
+    pub fn new(title: &'static str, op: Op, inputs: Vec<Tensor>) -> Sample {
+        let differentiate = (0..inputs.len()).filter(|&i| inputs[i].dtype().is_float()).collect();
+        Sample { title, op, inputs, differentiate }
+    }
+
+    /// A case without gradients.
+    pub fn forward(title: &'static str, op: Op, inputs: Vec<Tensor>) -> Sample {
+        Sample { title, op, inputs, differentiate: vec![] }
+    }
 }

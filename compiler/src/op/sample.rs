@@ -49,6 +49,14 @@ pub fn try_run(rule: &dyn OpRule, inputs: &[Tensor]) -> Result<Vec<Tensor>, Kern
     Ok(tensors.collect())
 }
 
+#[cfg(test)]
+pub fn assert_close(got: &Tensor, expected: &[f64]) {
+    assert_eq!(got.len(), expected.len());
+    for (g, e) in got.to_f64().iter().zip(expected) {
+        assert!((g - e).abs() < 1e-12, "{got:?} is not {expected:?}");
+    }
+}
+
 /// Asserts that a gradient op gives the derivatives of the `weights`-weighted sum of all outputs. The gradient of input
 /// `slot` is `gradients[gradient_slots[slot]]`. All tensors are `f64`.
 #[cfg(test)]

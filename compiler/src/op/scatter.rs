@@ -3,56 +3,48 @@
 use super::broadcast::shape_text;
 use super::gather::{check_indices, resolve};
 use super::sample::ramp;
-use super::unary::scalar;
 use super::*;
 use crate::tensor::dim::volume;
 
 impl OpRule for Scatter {
-    fn name(&self) -> &'static str {
-        "scatter"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x, indices, updates] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
+        let [x, indices, updates] = arity(inputs)?;
         check_indices(indices)?;
-        if self.axis >= x.rank() {
-            return Err(FactError::Axis { axis: self.axis, rank: x.rank() });
-        }
-        if x.dtype != updates.dtype {
-            let expected = format!("{}, as the first input", x.dtype);
-            return Err(FactError::DType { what: "the tensor of updates", expected, got: updates.dtype });
-        }
-        if x.dtype == DType::Bool && matches!(self.kind, ScatterKind::Add | ScatterKind::Mul) {
-            return Err(FactError::DType { what: "the input", expected: "a number".into(), got: x.dtype });
-        }
+        check_axis(self.axis, x.rank())?;
+        check_like("the tensor of updates", updates, x, "the first input")?;
+        let is_supported = x.dtype != DType::Bool || !matches!(self.kind, ScatterKind::Add | ScatterKind::Mul);
+        check_dtype(is_supported, "the input", "a number", x)?;
         let expected = [&x.shape[..self.axis], &indices.shape, &x.shape[self.axis + 1..]].concat();
         if updates.shape != expected {
-            return Err(FactError::Mismatch {
-                left_name: "the tensor of updates",
-                left: updates.to_string(),
-                right_name: "the shape it must have",
-                right: shape_text(&expected),
-            });
+            return Err(FactError::mismatch(
+                "the tensor of updates",
+                &updates,
+                "the shape it must have",
+                shape_text(&expected),
+            ));
         }
         // The backward counts the indices.
         volume(&indices.shape)?;
-        Ok(vec![(*x).clone()])
+        Ok(vec![x.clone()])
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         Cost { flops: elements(inputs[2]), bytes: moved_bytes(inputs, outputs) }
     }
 
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        if !out.fact(context.inputs[0]).dtype.is_float() {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let [x, indices, updates] = *context.inputs else { unreachable!("infer checks the arity") };
+        if !x.is_float() {
             return vec![None; 3];
         }
         let [dx, du] = match self.kind {
-            ScatterKind::Replace => self.backward_replace(&context, out),
+            ScatterKind::Replace => self.backward_replace(&context),
             // dx = dy, du = dy gathered at the indices
-            ScatterKind::Add => [Some(context.dy()), Some(self.gather_updates(out, context.dy(), context.inputs[1]))],
+            ScatterKind::Add => [Some(context.dy()), Some(context.dy().gather(self.axis, indices))],
             ScatterKind::Mul => [None, None],
-            ScatterKind::Max | ScatterKind::Min => self.backward_extreme(&context, out),
+            ScatterKind::Max | ScatterKind::Min => {
+                self.backward_extreme([x, indices, updates], context.outputs[0], context.dy()).map(Some)
+            }
         };
         vec![dx, None, du]
     }
@@ -110,57 +102,42 @@ impl OpRule for Scatter {
 }
 
 impl Scatter {
-    fn gather_updates(&self, out: &mut dyn Emit, value: Value, indices: Value) -> Value {
-        out.emit(Op::Gather(Gather { axis: self.axis }), &[value, indices])
-    }
-
     // dx = dy, 0 at written slices. du = dy gathered at the indices, 0 for an update that a later one overwrote. The
     // last writer is found by scattering the update numbers.
-    fn backward_replace(&self, context: &BackwardContext<'_>, out: &mut dyn Emit) -> [Option<Value>; 2] {
-        let (dy, indices) = (context.dy(), context.inputs[1]);
-        let (x, updates) = (out.fact(context.inputs[0]), out.fact(context.inputs[2]));
-        let zero = out.emit(scalar(x.dtype, 0.0), &[]);
+    fn backward_replace<'b>(&self, context: &BackwardContext<'b>) -> [Option<Expr<'b>>; 2] {
+        let (dy, indices, updates) = (context.dy(), context.inputs[1], context.inputs[2]);
+        let x = context.inputs[0].fact();
+        let zero = context.inputs[0].number(0.0);
         let dx = context.wanted[0].then(|| {
-            let zeros = out.emit(Op::Broadcast(Broadcast { shape: updates.shape.clone() }), &[zero]);
-            out.emit(Op::Scatter(*self), &[dy, indices, zeros])
+            let zeros = zero.broadcast(updates.shape());
+            emit(Op::Scatter(*self), &[dy, indices, zeros])
         });
         let du = context.wanted[2].then(|| {
-            let gathered = self.gather_updates(out, dy, indices);
-            let mut shape = out.fact(indices).shape;
+            let gathered = dy.gather(self.axis, indices);
+            let mut shape = indices.shape();
             let count = volume(&shape).expect("the indices were counted when the fact was inferred");
-            let order = out.emit(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![count]), axis: 0 }), &[]);
-            let order = out.emit(Op::Reshape(Reshape { shape: shape.clone() }), &[order]);
-            let zero_index = out.emit(scalar(DType::I64, 0.0), &[]);
-            let no_update = Broadcast { shape: vec![x.shape[self.axis].clone()] };
-            let no_update = out.emit(Op::Broadcast(no_update), &[zero_index]);
-            let last = Scatter { kind: ScatterKind::Replace, axis: 0 };
-            let last = out.emit(Op::Scatter(last), &[no_update, indices, order]);
-            let last = out.emit(Op::Gather(Gather { axis: 0 }), &[last, indices]);
-            let is_last = out.emit(Op::Compare(Compare::Equal), &[last, order]);
+            let order = dy.source(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![count]), axis: 0 }));
+            let order = order.reshape(shape.clone());
+            let no_update = dy.integer(0).broadcast(vec![x.shape[self.axis].clone()]);
+            let last = Op::Scatter(Scatter { kind: ScatterKind::Replace, axis: 0 });
+            let last = emit(last, &[no_update, indices, order]).gather(0, indices);
             shape.resize(shape.len() + x.rank() - self.axis - 1, Dim::Known(1));
-            let is_last = out.emit(Op::Reshape(Reshape { shape }), &[is_last]);
-            out.emit(Op::Select(Select {}), &[is_last, gathered, zero])
+            last.equal(order).reshape(shape).select(gathered, zero)
         });
         [dx, du]
     }
 
     // Let hits = (x == y) and (u == y at the indices), and ties = the number of hits per slice. Then dx = hits dy /
     // ties, and du likewise at the indices.
-    fn backward_extreme(&self, context: &BackwardContext<'_>, out: &mut dyn Emit) -> [Option<Value>; 2] {
-        let (x, indices, updates) = (context.inputs[0], context.inputs[1], context.inputs[2]);
-        let dtype = out.fact(x).dtype;
-        let indicator = |out: &mut dyn Emit, a, b| {
-            let equal = out.emit(Op::Compare(Compare::Equal), &[a, b]);
-            out.emit(Op::Cast(Cast { to: dtype }), &[equal])
-        };
-        let gathered = self.gather_updates(out, context.outputs[0], indices);
-        let (of_x, of_updates) = (indicator(out, x, context.outputs[0]), indicator(out, updates, gathered));
+    fn backward_extreme<'b>(&self, [x, indices, updates]: [Expr<'b>; 3], y: Expr<'b>, dy: Expr<'b>) -> [Expr<'b>; 2] {
+        let dtype = x.dtype();
+        let gathered = y.gather(self.axis, indices);
+        let (of_x, of_updates) = (x.equal(y).cast(dtype), updates.equal(gathered).cast(dtype));
         let sum = Scatter { kind: ScatterKind::Add, axis: self.axis };
-        let ties = out.emit(Op::Scatter(sum), &[of_x, indices, of_updates]);
-        let part = out.emit(Op::Binary(Binary::Div), &[context.dy(), ties]);
-        let gathered = self.gather_updates(out, part, indices);
-        [(of_x, part), (of_updates, gathered)]
-            .map(|(mask, part)| Some(out.emit(Op::Binary(Binary::Mul), &[mask, part])))
+        let ties = emit(Op::Scatter(sum), &[of_x, indices, of_updates]);
+        let part = dy / ties;
+        let gathered = part.gather(self.axis, indices);
+        [of_x * part, of_updates * gathered]
     }
 }
 
@@ -215,15 +192,5 @@ mod tests {
         let inputs = [Tensor::from_i64(&[2], &[1, 2]), Tensor::from_i64(&[1], &[2]), Tensor::from_i64(&[1], &[0])];
         let found = try_run(&Scatter { kind: ScatterKind::Add, axis: 0 }, &inputs);
         assert_eq!(found, Err(KernelError::Index { index: 2, size: 2 }));
-    }
-
-    #[test]
-    fn updates_must_fit() {
-        let (x, indices) = (Fact::of(DType::F32, &[4, 3]), Fact::of(DType::I64, &[2]));
-        let infer = |axis, updates: Fact| Scatter { kind: ScatterKind::Add, axis }.infer(&[&x, &indices, &updates]);
-        assert_eq!(infer(0, Fact::of(DType::F32, &[2, 3])), Ok(vec![x.clone()]));
-        assert!(infer(1, Fact::of(DType::F32, &[2, 3])).is_err());
-        assert!(infer(0, Fact::of(DType::F64, &[2, 3])).is_err());
-        assert!(infer(2, Fact::of(DType::F32, &[4, 3, 2])).is_err());
     }
 }

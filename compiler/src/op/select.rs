@@ -1,44 +1,28 @@
 //! Elementwise select, broadcasting.
 
-use super::broadcast::{broadcast_indices, broadcast_shapes, sum_to};
-use super::unary::scalar;
+use super::broadcast::{broadcast_indices, broadcast_shapes};
 use super::*;
 use crate::op::sharding::elementwise;
 
 impl OpRule for Select {
-    fn name(&self) -> &'static str {
-        "select"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [condition, a, b] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
-        if condition.dtype != DType::Bool {
-            return Err(FactError::DType { what: "the condition", expected: "bool".into(), got: condition.dtype });
-        }
-        if a.dtype != b.dtype {
-            let expected = format!("{}, as the first", a.dtype);
-            return Err(FactError::DType { what: "the second choice", expected, got: b.dtype });
-        }
+        let [condition, a, b] = arity(inputs)?;
+        check_dtype(condition.dtype == DType::Bool, "the condition", "bool", condition)?;
+        check_like("the second choice", b, a, "the first")?;
         let choices = broadcast_shapes(&a.shape, &b.shape)?;
         Ok(vec![Fact::new(a.dtype, broadcast_shapes(&condition.shape, &choices)?)])
     }
 
     // da = condition ? dy : 0, db = condition ? 0 : dy, summed over broadcast axes
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
-        let (condition, dy) = (context.inputs[0], context.dy());
-        let dtype = out.fact(context.inputs[1]).dtype;
-        if !dtype.is_float() {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
+        let [condition, a, b] = *context.inputs else { unreachable!("infer checks the arity") };
+        if !a.is_float() {
             return vec![None; 3];
         }
-        let zero = out.emit(scalar(dtype, 0.0), &[]);
-        let mut gradient = |input: usize, choices: [Value; 2]| {
-            context.wanted[input].then(|| {
-                let chosen = out.emit(Op::Select(Select {}), &[condition, choices[0], choices[1]]);
-                let target = out.fact(context.inputs[input]);
-                sum_to(out, chosen, &target)
-            })
-        };
-        vec![None, gradient(1, [dy, zero]), gradient(2, [zero, dy])]
+        let (dy, zero) = (context.dy(), a.number(0.0));
+        let da = context.wanted[1].then(|| condition.select(dy, zero).sum_to(a));
+        let db = context.wanted[2].then(|| condition.select(zero, dy).sum_to(b));
+        vec![None, da, db]
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
@@ -58,11 +42,8 @@ impl OpRule for Select {
 }
 
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, condition: Tensor, a: Tensor, b: Tensor| Sample {
-        title,
-        op: Op::Select(Select {}),
-        differentiate: if a.dtype().is_float() { vec![1, 2] } else { vec![] },
-        inputs: vec![condition, a, b],
+    let sample = |title, condition: Tensor, a: Tensor, b: Tensor| {
+        Sample::new(title, Op::Select(Select {}), vec![condition, a, b])
     };
     let mask = || Tensor::from_bool(&[2, 3], &[true, false, true, false, false, true]);
     let a = || Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);

@@ -15,6 +15,7 @@
 use crate::op::table::rule;
 use crate::op::*;
 use crate::tensor::element_count;
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -180,18 +181,29 @@ pub(crate) fn size(fact: &Fact, axis: usize) -> Option<usize> {
 
 /// The context in which a rule emits the local ops of a device.
 pub struct LocalContext<'a> {
-    pub inputs: &'a [Value],
+    pub inputs: &'a [Expr<'a>],
     /// Facts of the full inputs.
     pub whole: &'a [&'a Fact],
     pub devices: usize,
 }
 
-/// Emits the local ops of a strategy.
-pub fn write(op: &Op, strategy: &Strategy, context: &LocalContext<'_>, out: &mut dyn Emit) -> Vec<Value> {
+/// Emits the local ops of a strategy, from the local inputs and the facts of the full ones.
+pub fn write(
+    op: &Op,
+    strategy: &Strategy,
+    inputs: &[Value],
+    whole: &[&Fact],
+    devices: usize,
+    out: &mut dyn Emit,
+) -> Vec<Value> {
     match &strategy.local {
-        Local::Same => out.emit_all(op.clone(), context.inputs),
-        Local::Sized(sized) => out.emit_all(sized.clone(), context.inputs),
-        Local::Written => rule(op).write_part(strategy, context, out),
+        Local::Same => out.emit_all(op.clone(), inputs),
+        Local::Sized(sized) => out.emit_all(sized.clone(), inputs),
+        Local::Written => {
+            let builder = RefCell::new(out);
+            let context = LocalContext { inputs: &Expr::list(inputs, &builder), whole, devices };
+            expr::values(&rule(op).write_part(strategy, &context))
+        }
     }
 }
 

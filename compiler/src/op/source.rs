@@ -9,12 +9,8 @@ fn none(inputs: &[&Fact], fact: &Fact) -> Result<Vec<Fact>, FactError> {
 }
 
 macro_rules! given_from_outside {
-    ($op:ty, $name:literal) => {
+    ($op:ty) => {
         impl OpRule for $op {
-            fn name(&self) -> &'static str {
-                $name
-            }
-
             fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
                 none(inputs, &self.fact)
             }
@@ -32,15 +28,11 @@ macro_rules! given_from_outside {
     };
 }
 
-given_from_outside!(Input, "input");
-given_from_outside!(Parameter, "parameter");
-given_from_outside!(State, "state");
+given_from_outside!(Input);
+given_from_outside!(Parameter);
+given_from_outside!(State);
 
 impl OpRule for Constant {
-    fn name(&self) -> &'static str {
-        "constant"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         none(inputs, &Fact::of(self.tensor.dtype(), self.tensor.shape()))
     }
@@ -130,7 +122,7 @@ fn hex(text: &str) -> Option<Vec<u8>> {
 
 pub fn samples() -> Vec<Sample> {
     let fact = Fact::of(DType::F32, &[2, 3]);
-    let source = |title, op| Sample { title, op, inputs: vec![], differentiate: vec![] };
+    let source = |title, op| Sample::forward(title, op, vec![]);
     let constant = |tensor| Op::Constant(Constant { tensor });
     vec![
         source("given for every minibatch", Op::Input(Input { name: "x".into(), fact: fact.clone() })),

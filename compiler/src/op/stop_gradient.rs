@@ -7,13 +7,9 @@ use super::*;
 use crate::op::sharding::elementwise;
 
 impl OpRule for StopGradient {
-    fn name(&self) -> &'static str {
-        "stop_gradient"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
-        Ok(vec![(*x).clone()])
+        let [x] = arity(inputs)?;
+        Ok(vec![x.clone()])
     }
 
     fn cost(&self, _: &[&Fact], _: &[Fact]) -> Cost {
@@ -36,12 +32,7 @@ impl OpRule for StopGradient {
 
 /// None is differentiated: the gradient is zero by definition.
 pub fn samples() -> Vec<Sample> {
-    let sample = |title, x: Tensor| Sample {
-        title,
-        op: Op::StopGradient(StopGradient {}),
-        inputs: vec![x],
-        differentiate: vec![],
-    };
+    let sample = |title, x: Tensor| Sample::forward(title, Op::StopGradient(StopGradient {}), vec![x]);
     vec![
         sample("a matrix", Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])),
         sample("a number", Tensor::from_f32(&[], &[7.0])),

@@ -3,7 +3,7 @@
 use super::*;
 use crate::op::sharding::elementwise;
 
-impl OpRule for Unary {
+impl Named for Unary {
     fn name(&self) -> &'static str {
         match self {
             Unary::Neg => "neg",
@@ -38,18 +38,18 @@ impl OpRule for Unary {
             Unary::Not => "not",
         }
     }
+}
 
+impl OpRule for Unary {
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
-        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        let [x] = arity(inputs)?;
         let (is_supported, expected) = match self {
             Unary::Not => (!x.dtype.is_float(), "bool or an integer"),
             Unary::Neg | Unary::Abs | Unary::Sign | Unary::Relu => (x.dtype != DType::Bool, "a number"),
             _ => (x.dtype.is_float(), "a float"),
         };
-        if !is_supported {
-            return Err(FactError::DType { what: "the input", expected: expected.into(), got: x.dtype });
-        }
-        Ok(vec![(*x).clone()])
+        check_dtype(is_supported, "the input", expected, x)?;
+        Ok(vec![x.clone()])
     }
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
@@ -62,171 +62,66 @@ impl OpRule for Unary {
         Cost { flops: flops * elements(&outputs[0]), bytes: moved_bytes(inputs, outputs) }
     }
 
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         let (x, y, dy) = (context.inputs[0], context.outputs[0], context.dy());
-        let dtype = out.fact(x).dtype;
-        let scalar = |out: &mut dyn Emit, v: f64| out.emit(scalar(dtype, v), &[]);
-        let mul = |out: &mut dyn Emit, a, b| out.emit(Op::Binary(Binary::Mul), &[a, b]);
-        let dx = match self {
-            Unary::Neg => out.emit(Op::Unary(Unary::Neg), &[dy]),
-            // dx = dy · sign(x)
-            Unary::Abs => {
-                let sign = out.emit(Op::Unary(Unary::Sign), &[x]);
-                mul(out, dy, sign)
-            }
-            // dx = dy · y
-            Unary::Exp => mul(out, dy, y),
-            // dx = dy / x
-            Unary::Log => out.emit(Op::Binary(Binary::Div), &[dy, x]),
-            // dx = dy / (2y)
-            Unary::Sqrt => {
-                let two = scalar(out, 2.0);
-                let twice = mul(out, y, two);
-                out.emit(Op::Binary(Binary::Div), &[dy, twice])
-            }
-            // dx = -½ dy y³
+        vec![Some(match self {
+            Unary::Neg => -dy,
+            Unary::Abs => dy * x.sign(),
+            Unary::Exp => dy * y,
+            Unary::Log => dy / x,
+            Unary::Sqrt => dy / (y * 2.0),
             Unary::Rsqrt => {
-                let (y2, half) = (mul(out, y, y), scalar(out, -0.5));
-                let y3 = mul(out, y2, y);
-                let slope = mul(out, y3, half);
-                mul(out, dy, slope)
+                let (y2, minus_half) = (y * y, y.number(-0.5));
+                dy * (y2 * y * minus_half)
             }
-            // dx = -dy y²
-            Unary::Reciprocal => {
-                let y2 = mul(out, y, y);
-                let slope = out.emit(Op::Unary(Unary::Neg), &[y2]);
-                mul(out, dy, slope)
-            }
-            Unary::Sin => {
-                let cos = out.emit(Op::Unary(Unary::Cos), &[x]);
-                mul(out, dy, cos)
-            }
-            Unary::Cos => {
-                let sin = out.emit(Op::Unary(Unary::Sin), &[x]);
-                let slope = out.emit(Op::Unary(Unary::Neg), &[sin]);
-                mul(out, dy, slope)
-            }
-            // dx = dy / √(1 - x²), negated for arccos
-            Unary::Asin | Unary::Acos => {
-                let (x2, one) = (mul(out, x, x), scalar(out, 1.0));
-                let complement = out.emit(Op::Binary(Binary::Sub), &[one, x2]);
-                let root = out.emit(Op::Unary(Unary::Sqrt), &[complement]);
-                let slope = out.emit(Op::Binary(Binary::Div), &[dy, root]);
-                if *self == Unary::Asin { slope } else { out.emit(Op::Unary(Unary::Neg), &[slope]) }
-            }
-            // dx = dy / (1 + x²)
-            Unary::Atan => {
-                let (x2, one) = (mul(out, x, x), scalar(out, 1.0));
-                let denominator = out.emit(Op::Binary(Binary::Add), &[x2, one]);
-                out.emit(Op::Binary(Binary::Div), &[dy, denominator])
-            }
-            Unary::Sinh => {
-                let cosh = out.emit(Op::Unary(Unary::Cosh), &[x]);
-                mul(out, dy, cosh)
-            }
-            Unary::Cosh => {
-                let sinh = out.emit(Op::Unary(Unary::Sinh), &[x]);
-                mul(out, dy, sinh)
-            }
-            // dx = dy / √(x² + 1); dy / √(x² - 1) for arcosh
-            Unary::Asinh | Unary::Acosh => {
-                let (x2, one) = (mul(out, x, x), scalar(out, 1.0));
-                let op = if *self == Unary::Asinh { Binary::Add } else { Binary::Sub };
-                let radicand = out.emit(Op::Binary(op), &[x2, one]);
-                let root = out.emit(Op::Unary(Unary::Sqrt), &[radicand]);
-                out.emit(Op::Binary(Binary::Div), &[dy, root])
-            }
-            // dx = dy / (1 - x²)
-            Unary::Atanh => {
-                let (x2, one) = (mul(out, x, x), scalar(out, 1.0));
-                let complement = out.emit(Op::Binary(Binary::Sub), &[one, x2]);
-                out.emit(Op::Binary(Binary::Div), &[dy, complement])
-            }
-            // dx = dy (1 - y²)
-            Unary::Tanh => {
-                let (y2, one) = (mul(out, y, y), scalar(out, 1.0));
-                let slope = out.emit(Op::Binary(Binary::Sub), &[one, y2]);
-                mul(out, dy, slope)
-            }
-            // dx = dy y (1 - y)
-            Unary::Sigmoid => {
-                let one = scalar(out, 1.0);
-                let complement = out.emit(Op::Binary(Binary::Sub), &[one, y]);
-                let slope = mul(out, y, complement);
-                mul(out, dy, slope)
-            }
-            // dx = y > 0 ? dy : 0; using y means that x need not be saved
+            Unary::Reciprocal => dy * -(y * y),
+            Unary::Sin => dy * x.cos(),
+            Unary::Cos => dy * -x.sin(),
+            Unary::Asin => dy / (1.0 - x * x).sqrt(),
+            Unary::Acos => -(dy / (1.0 - x * x).sqrt()),
+            Unary::Atan => dy / (x * x + 1.0),
+            Unary::Sinh => dy * x.cosh(),
+            Unary::Cosh => dy * x.sinh(),
+            Unary::Asinh => dy / (x * x + 1.0).sqrt(),
+            Unary::Acosh => dy / (x * x - 1.0).sqrt(),
+            Unary::Atanh => dy / (1.0 - x * x),
+            Unary::Tanh => dy * (1.0 - y * y),
+            Unary::Sigmoid => dy * (y * (1.0 - y)),
+            // Of y, so that x need not be saved.
             Unary::Relu => {
-                let zero = scalar(out, 0.0);
-                let on = out.emit(Op::Compare(Compare::Less), &[zero, y]);
-                out.emit(Op::Select(Select {}), &[on, dy, zero])
+                let zero = y.number(0.0);
+                zero.less(y).select(dy, zero)
             }
-            // dx = dy 2/√π e^(-x²)
-            Unary::Erf => {
-                let x2 = mul(out, x, x);
-                let minus = out.emit(Op::Unary(Unary::Neg), &[x2]);
-                let bell = out.emit(Op::Unary(Unary::Exp), &[minus]);
-                let factor = scalar(out, std::f64::consts::FRAC_2_SQRT_PI);
-                let slope = mul(out, bell, factor);
-                mul(out, dy, slope)
-            }
-            // dx = dy (Φ(x) + x φ(x)), Φ(x) = ½(1 + erf(x/√2)), φ(x) = e^(-x²/2)/√(2π)
+            // The slope is 2/√π e^(-x²).
+            Unary::Erf => dy * ((-(x * x)).exp() * std::f64::consts::FRAC_2_SQRT_PI),
+            // The slope is Φ(x) + x φ(x), with Φ(x) = ½(1 + erf(x/√2)) and φ(x) = e^(-x²/2)/√(2π).
             Unary::Gelu => {
-                let (half, one) = (scalar(out, 0.5), scalar(out, 1.0));
-                let root = scalar(out, std::f64::consts::FRAC_1_SQRT_2);
-                let u = mul(out, x, root);
-                let erf = out.emit(Op::Unary(Unary::Erf), &[u]);
-                let denominator = out.emit(Op::Binary(Binary::Add), &[erf, one]);
-                let cdf = mul(out, denominator, half);
-                let u2 = mul(out, u, u);
-                let minus = out.emit(Op::Unary(Unary::Neg), &[u2]);
-                let bell = out.emit(Op::Unary(Unary::Exp), &[minus]);
-                let norm = scalar(out, 1.0 / (2.0 * std::f64::consts::PI).sqrt());
-                let pdf = mul(out, bell, norm);
-                let x_pdf = mul(out, x, pdf);
-                let slope = out.emit(Op::Binary(Binary::Add), &[cdf, x_pdf]);
-                mul(out, dy, slope)
+                let (half, one) = (x.number(0.5), x.number(1.0));
+                let u = x * std::f64::consts::FRAC_1_SQRT_2;
+                let cdf = (u.erf() + one) * half;
+                let pdf = (-(u * u)).exp() * (1.0 / (2.0 * std::f64::consts::PI).sqrt());
+                dy * (cdf + x * pdf)
             }
-            // With t = tanh(k(x + cx³)): dx = dy (½(1+t) + ½x(1-t²)k(1+3cx²))
+            // With t = tanh(k x (1 + c x²)), the slope is ½(1+t) + ½x(1-t²)k(1+3cx²).
             Unary::GeluTanh => {
-                let (half, one) = (scalar(out, 0.5), scalar(out, 1.0));
-                let (k, c) = (scalar(out, GELU_K), scalar(out, GELU_C));
-                let x2 = mul(out, x, x);
-                let cx2 = mul(out, x2, c);
-                let denominator = out.emit(Op::Binary(Binary::Add), &[cx2, one]);
-                let kx = mul(out, x, k);
-                let inner = mul(out, kx, denominator);
-                let t = out.emit(Op::Unary(Unary::Tanh), &[inner]);
-                let t1 = out.emit(Op::Binary(Binary::Add), &[t, one]);
-                let left = mul(out, t1, half);
-                let t2 = mul(out, t, t);
-                let sech2 = out.emit(Op::Binary(Binary::Sub), &[one, t2]);
-                let three_c = scalar(out, 3.0 * GELU_C);
-                let cx2x3 = mul(out, x2, three_c);
-                let inner_slope = out.emit(Op::Binary(Binary::Add), &[cx2x3, one]);
-                let half_kx = mul(out, kx, half);
-                let a = mul(out, half_kx, sech2);
-                let right = mul(out, a, inner_slope);
-                let slope = out.emit(Op::Binary(Binary::Add), &[left, right]);
-                mul(out, dy, slope)
+                let (half, one, k, c) = (x.number(0.5), x.number(1.0), x.number(GELU_K), x.number(GELU_C));
+                let x2 = x * x;
+                let inner = x2 * c + one;
+                let kx = x * k;
+                let t = (kx * inner).tanh();
+                let left = (t + one) * half;
+                let sech2 = one - t * t;
+                let inner_slope = x2 * (3.0 * GELU_C) + one;
+                dy * (left + kx * half * sech2 * inner_slope)
             }
-            // With s = sigmoid(x): dx = dy s (1 + x (1 - s))
+            // With s = sigmoid(x), the slope is s (1 + x (1 - s)).
             Unary::Silu => {
-                let one = scalar(out, 1.0);
-                let s = out.emit(Op::Unary(Unary::Sigmoid), &[x]);
-                let complement = out.emit(Op::Binary(Binary::Sub), &[one, s]);
-                let x_rest = mul(out, x, complement);
-                let denominator = out.emit(Op::Binary(Binary::Add), &[x_rest, one]);
-                let slope = mul(out, s, denominator);
-                mul(out, dy, slope)
+                let (one, s) = (x.number(1.0), x.sigmoid());
+                dy * (s * (x * (one - s) + one))
             }
-            Unary::Softplus => {
-                let s = out.emit(Op::Unary(Unary::Sigmoid), &[x]);
-                mul(out, dy, s)
-            }
+            Unary::Softplus => dy * x.sigmoid(),
             Unary::Sign | Unary::Floor | Unary::Ceil | Unary::Round | Unary::Not => return vec![None],
-        };
-        vec![Some(dx)]
+        })]
     }
 
     fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {

@@ -10,7 +10,7 @@ use super::loss::seed;
 use super::pipeline::{self, PassBug};
 use crate::graph::{Graph, Origin, Output, Writer, order};
 use crate::op::table::rule;
-use crate::op::{BackwardContext, Binary, Emit, Input, NodeId, Op, Value};
+use crate::op::{Binary, Emit, Input, NodeId, Op, Value, expr};
 use std::collections::{HashMap, HashSet};
 use thiserror::Error;
 
@@ -133,10 +133,8 @@ impl<'a> Joint<'a> {
         }
         let inputs = self.graph.inputs(id);
         let needs_gradient: Vec<bool> = inputs.iter().map(|v| self.is_active(*v)).collect();
-        let context =
-            BackwardContext { inputs: &inputs, outputs: &outputs, d_outputs: &d_outputs, wanted: &needs_gradient };
         let mut out = Writer { graph: &mut self.graph, origin: node.origin };
-        let gradients = rule(&node.op).backward(context, &mut out);
+        let gradients = expr::backward(rule(&node.op), [&inputs, &outputs], &d_outputs, &needs_gradient, &mut out);
         for (slot, gradient) in gradients.into_iter().enumerate() {
             if let (Some(gradient), true) = (gradient, needs_gradient[slot]) {
                 self.contributions.insert((id, slot as u32), gradient);

@@ -1,10 +1,10 @@
 //! Converts a training graph to an inference graph: running instead of batch statistics, and no dropout.
 
 use super::Changed;
-use crate::graph::{Graph, Origin, Writer, order};
+use crate::graph::{Graph, Writer, order};
 use crate::op::dropout::COUNTER;
-use crate::op::unary::scalar;
-use crate::op::{Attention, BatchNorm, Binary, Emit, NodeId, Op, Reshape, Unary, Value};
+use crate::op::expr::formula;
+use crate::op::{Attention, BatchNorm, Binary, Emit, NodeId, Op, Value};
 use crate::tensor::dim::Dim;
 
 /// Replaces every [`BatchNorm`] with running averages by the formula over those averages. One without averages keeps
@@ -79,24 +79,17 @@ fn reaches(graph: &Graph, from: Value, to: Value) -> bool {
 // y = (x - mean) · 1/√(variance + ε) · scale + bias, with the [C] tensors as [C, 1…]
 fn replace(graph: &mut Graph, id: NodeId, norm: BatchNorm, mean: NodeId, variance: NodeId) {
     let inputs = graph.inputs(id);
-    let (x, scale, bias) = (inputs[0], inputs[1], inputs[2]);
-    let fact = graph.fact(x).clone();
-    let origin: Origin = graph.node(id).origin.clone();
-    let mut out = Writer { graph, origin };
-    let channels = |out: &mut Writer<'_>, v: Value| {
-        let mut shape = vec![out.fact(v).shape[0].clone()];
-        shape.extend(std::iter::repeat_n(Dim::from(1usize), fact.rank() - 2));
-        out.emit(Op::Reshape(Reshape { shape }), &[v])
-    };
     let of = |node| Value { node, output: 0 };
-    let epsilon = out.emit(scalar(fact.dtype, norm.epsilon), &[]);
-    let mean = channels(&mut out, of(mean));
-    let widened = out.emit(Op::Binary(Binary::Add), &[of(variance), epsilon]);
-    let rstd = out.emit(Op::Unary(Unary::Rsqrt), &[widened]);
-    let factor = out.emit(Op::Binary(Binary::Mul), &[rstd, scale]);
-    let (factor, bias) = (channels(&mut out, factor), channels(&mut out, bias));
-    let centred = out.emit(Op::Binary(Binary::Sub), &[x, mean]);
-    let scaled = out.emit(Op::Binary(Binary::Mul), &[centred, factor]);
-    let y = out.emit(Op::Binary(Binary::Add), &[scaled, bias]);
+    let origin = graph.node(id).origin.clone();
+    let values = [inputs[0], inputs[1], inputs[2], of(mean), of(variance)];
+    let y = formula(&mut Writer { graph, origin }, values, |[x, scale, bias, mean, variance]| {
+        let mut shape = vec![Dim::from(1usize); x.fact().rank() - 1];
+        shape[0] = scale.shape()[0].clone();
+        let epsilon = x.number(norm.epsilon);
+        let mean = mean.reshape(shape.clone());
+        let factor = ((variance + epsilon).rsqrt() * scale).reshape(shape.clone());
+        let bias = bias.reshape(shape);
+        (x - mean) * factor + bias
+    });
     graph.replace_uses(of(id), y);
 }

@@ -4,8 +4,9 @@
 //! plans, and run in the stage that computes the predictions.
 
 use crate::graph::{Graph, Origin, Output, Writer};
+use crate::op::expr::formula;
 use crate::op::unary::scalar;
-use crate::op::{Binary, Cast, CrossEntropy, Emit, Input, NodeId, Op, Reduce, ReduceKind, Unary, Value};
+use crate::op::{Binary, Cast, CrossEntropy, Emit, Input, NodeId, Op, Value};
 use crate::tensor::DType;
 use crate::tensor::fact::Fact;
 use serde::{Deserialize, Serialize};
@@ -150,27 +151,20 @@ pub fn attach(graph: &mut Graph, loss: Loss, class_axis: Option<i64>) -> Result<
         }
         Loss::Mse => {
             let expected = target(&mut out, fact.clone());
-            let error = out.emit(Op::Binary(Binary::Sub), &[y, expected]);
-            let square = out.emit(Op::Binary(Binary::Mul), &[error, error]);
-            mean(&mut out, square)
+            formula(&mut out, [y, expected], |[y, expected]| {
+                let error = y - expected;
+                (error * error).mean()
+            })
         }
         // max(y, 0) - y·t + log(1 + e^-|y|), computed without overflow as softplus(y) - y·t
         Loss::Bce => {
             let expected = target(&mut out, fact.clone());
-            let softplus = out.emit(Op::Unary(Unary::Softplus), &[y]);
-            let product = out.emit(Op::Binary(Binary::Mul), &[y, expected]);
-            let losses = out.emit(Op::Binary(Binary::Sub), &[softplus, product]);
-            mean(&mut out, losses)
+            formula(&mut out, [y, expected], |[y, expected]| (y.softplus() - y * expected).mean())
         }
         Loss::Output => unreachable!("handled above"),
     };
     graph.outputs.push(Output { name: LOSS.into(), value });
     Ok(value)
-}
-
-fn mean(out: &mut Writer<'_>, value: Value) -> Value {
-    let axes = (0..out.fact(value).rank()).collect();
-    out.emit(Op::Reduce(Reduce { kind: ReduceKind::Mean, axes, keep: false }), &[value])
 }
 
 /// The constant 1 in the loss's element type: the gradient of the loss by itself.

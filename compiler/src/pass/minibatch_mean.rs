@@ -14,8 +14,9 @@
 //! and become inputs of the graph.
 
 use crate::graph::{Graph, Output, Writer};
+use crate::op::expr::formula;
 use crate::op::unary::scalar;
-use crate::op::{Binary, Cast, Compare, Emit, Input, NodeId, Op, Reduce, ReduceKind, Select, Unary, Value};
+use crate::op::{Binary, Cast, Emit, Input, NodeId, Op, ReduceKind, Unary, Value};
 use crate::pass::dce::dce;
 use crate::tensor::DType;
 use crate::tensor::fact::Fact;
@@ -301,13 +302,11 @@ fn has_input(graph: &Graph, value: Value) -> bool {
 /// Emits the number of labels that are not ignored.
 fn counted(graph: &mut Graph, labels: Value, ignore: i64) -> Value {
     let mut out = Writer { graph, origin: Default::default() };
-    let fact = out.fact(labels);
-    let ignored = out.emit(scalar(fact.dtype, ignore as f64), &[]);
-    let is_ignored = out.emit(Op::Compare(Compare::Equal), &[labels, ignored]);
-    let [zero, one] = [0.0, 1.0].map(|number| out.emit(scalar(DType::F64, number), &[]));
-    let ones = out.emit(Op::Select(Select {}), &[is_ignored, zero, one]);
-    let axes = (0..fact.rank()).collect();
-    out.emit(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes, keep: false }), &[ones])
+    formula(&mut out, [labels], |[labels]| {
+        let is_ignored = labels.equal(labels.number(ignore as f64));
+        let [zero, one] = [0.0, 1.0].map(|number| labels.source(scalar(DType::F64, number)));
+        is_ignored.select(zero, one).sum()
+    })
 }
 
 fn add_count(graph: &mut Graph, value: Value) {
@@ -335,14 +334,12 @@ mod tests {
         let input = |name: &str| Op::Input(Input { name: name.into(), fact: Fact::of(DType::F32, &[2, 3]) });
         let (x, mask) = (out.emit(input("x"), &[]), out.emit(input("mask"), &[]));
         let w = out.emit(Op::Parameter(Parameter { name: "w".into(), fact: Fact::of(DType::F32, &[3]) }), &[]);
-        let product = out.emit(Op::Binary(Binary::Mul), &[x, w]);
-        let product = out.emit(Op::Binary(Binary::Mul), &[product, mask]);
-        let reduce = |kind: ReduceKind| Op::Reduce(Reduce { kind, axes: vec![0, 1], keep: false });
-        let (total, count) = (out.emit(reduce(kind), &[product]), out.emit(reduce(ReduceKind::Sum), &[mask]));
-        let one = out.emit(scalar(DType::F32, 1.0), &[]);
-        let count = out.emit(Op::Binary(Binary::Max), &[count, one]);
-        let loss = out.emit(Op::Binary(Binary::Div), &[total, count]);
-        let value = if is_squared { out.emit(Op::Binary(Binary::Mul), &[loss, loss]) } else { loss };
+        let value = formula(&mut out, [x, w, mask], |[x, w, mask]| {
+            let total = (x * w * mask).reduce(kind, vec![0, 1], false);
+            let count = mask.sum();
+            let loss = total / count.binary(Binary::Max, count.number(1.0));
+            if is_squared { loss * loss } else { loss }
+        });
         graph.outputs.push(Output { name: "loss".into(), value });
         (graph, value)
     }

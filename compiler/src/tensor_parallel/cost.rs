@@ -8,7 +8,7 @@ use crate::graph::{Graph, Origin, Writer, order};
 use crate::op::collective::is_meeting;
 use crate::op::sharding::{Local, write};
 use crate::op::table::rule;
-use crate::op::{Input, LocalContext, NodeId, Op, Sharding, Strategy, Value};
+use crate::op::{Input, NodeId, Op, Sharding, Strategy, Value};
 use crate::pass::analytic::kernel_us;
 use crate::pass::attribution::runs;
 use crate::profile::shared::{ActivationSharding, Collective, Traffic};
@@ -89,9 +89,8 @@ impl Machine {
                 Value { node, output: 0 }
             })
             .collect();
-        let at = LocalContext { inputs: &values, whole: input_facts, devices: self.devices };
         let mut out = Writer { graph: &mut graph, origin: Origin::default() };
-        write(op, strategy, &at, &mut out);
+        write(op, strategy, &values, input_facts, self.devices, &mut out);
         let times = order::canonical(&graph).into_iter().map(|id| {
             let inputs: Vec<&Fact> = graph.inputs(id).into_iter().map(|v| graph.fact(v)).collect();
             self.node(&graph.node(id).op, &inputs, &graph.node(id).facts)

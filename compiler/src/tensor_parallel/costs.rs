@@ -141,14 +141,8 @@ pub fn shared_costs_by(
 /// The nodes that the loss, or the value receiving a gradient, depends on; empty for inference.
 fn loss_ancestors(tagged: &Tagged) -> HashSet<NodeId> {
     let losses = tagged.graph.outputs.iter().filter(|output| output.name == LOSS).map(|output| output.value.node);
-    let mut queue: Vec<NodeId> = losses.chain(tagged.seeded.map(|(_, reader)| reader)).collect();
-    let mut loss_ancestors = HashSet::new();
-    while let Some(id) = queue.pop() {
-        if loss_ancestors.insert(id) {
-            queue.extend(tagged.graph.inputs(id).into_iter().map(|value| value.node));
-        }
-    }
-    loss_ancestors
+    let readers = tagged.seeded.map(|(_, reader)| reader);
+    losses.chain(readers).flat_map(|node| tagged.graph.ancestors(Value { node, output: 0 })).collect()
 }
 
 struct SegmentStage {

@@ -6,7 +6,7 @@
 
 use crate::graph::{Graph, MovingAverage, Origin, Output, Writer, order};
 use crate::op::sharding::write;
-use crate::op::{Emit, LocalContext, NodeId, Op, Sharding, Strategy, Value};
+use crate::op::{Emit, NodeId, Op, Sharding, Strategy, Value};
 use crate::tensor::fact::Fact;
 use crate::tensor_parallel::cost::{Machine, NEVER};
 use crate::tensor_parallel::{Choice, SpmdTask, reshard};
@@ -92,12 +92,7 @@ impl Writing<'_> {
                 part.fact = split.part(&input.fact, self.machine.devices).expect("the sharding divides it evenly");
                 out.emit_all(Op::Input(part), &[])
             }
-            op => write(
-                op,
-                strategy,
-                &LocalContext { inputs: &resharded, whole: &facts, devices: self.machine.devices },
-                &mut out,
-            ),
+            op => write(op, strategy, &resharded, &facts, self.machine.devices, &mut out),
         };
         for (output, local) in outputs.into_iter().enumerate() {
             let value = Value { node: id, output: output as u32 };

@@ -11,6 +11,7 @@ use crate::piper::model::Hybrid;
 use crate::piper::search::{Price, Search, Span, picks};
 use compiler::cluster::read::{self, ClusterError};
 use compiler::cluster::{Bytes, BytesPerSecond};
+use compiler::partition::search::build_plan::ranges;
 use compiler::partition::search::downset_lattice;
 use compiler::partition::search::downset_lattice::Lattice;
 use compiler::plan::check::error::PlanFault;
@@ -345,41 +346,20 @@ fn stages(layers: &Layers<'_>, spans: &[Span]) -> Vec<Stage> {
             id: StageId(at as u32),
             ops: ranges(&ops),
             op_names: ops.iter().map(|&op| hybrid.layers[op as usize].name.clone()).collect(),
-            modules: Vec::new(),
             replicas: span.replicas,
             tensor_degree: Some(span.degree),
-            zero: 0,
-            shard_degree: 0,
-            parameter_bytes: 0,
-            gradient_bytes: 0,
-            tied_us: 0.0,
-            tensor_parallel: None,
             choices: ops.iter().map(|op| choice(op).name.clone()).collect(),
             devices: (device..device + devices).collect(),
             recompute: ops.iter().any(|op| choice(op).recomputes),
-            recomputed: None,
             // The instance combines forward and backward time.
             fwd_us: sum(&|choice| choice.time),
-            bwd_us: 0.0,
-            weight_grad_us: None,
-            buckets: Vec::new(),
             memory: StageMemory { weights, activations, total: weights + activations, ..StageMemory::default() },
             hierarchy: vec![LevelPlacement { group: at as u32, replicas: span.replicas }],
+            ..Stage::default()
         });
         device += devices;
     }
     stages
-}
-
-fn ranges(ops: &[u32]) -> Vec<(u32, u32)> {
-    let mut ranges: Vec<(u32, u32)> = Vec::new();
-    for &op in ops {
-        match ranges.last_mut() {
-            Some((_, end)) if *end == op => *end += 1,
-            _ => ranges.push((op, op + 1)),
-        }
-    }
-    ranges
 }
 
 fn edges(hybrid: &Hybrid, stages: &[Stage]) -> Vec<Edge> {

@@ -13,6 +13,7 @@ use crate::placement::units::Units;
 use compiler::cluster::device;
 use compiler::cluster::read::{self, ClusterError};
 use compiler::cluster::{Bytes, Device, DeviceClass};
+use compiler::partition::search::build_plan::ranges;
 use compiler::partition::search::downset_lattice;
 use compiler::partition::search::downset_lattice::Lattice;
 use compiler::plan::check::error::PlanFault;
@@ -330,9 +331,9 @@ fn cluster(placement: &Placement, bytes: f64) -> Result<PlannedCluster, ClusterE
 fn stages(placement: &Placement, units: &Units, parts: &[Part]) -> Vec<Stage> {
     let (of_node, devices) = (stage_of(units, parts), devices(placement, parts));
     let stage = |at: usize| {
-        let is_in_stage = |&op: &usize| of_node[op] == at as u32;
-        let ops: Vec<usize> = (0..placement.nodes.len()).filter(is_in_stage).collect();
-        let node = |op: usize| &placement.nodes[op];
+        let is_in_stage = |&op: &u32| of_node[op as usize] == at as u32;
+        let ops: Vec<u32> = (0..placement.nodes.len() as u32).filter(is_in_stage).collect();
+        let node = |op: u32| &placement.nodes[op as usize];
         let weights = ops.iter().map(|&op| node(op).bytes).sum::<f64>() as u64;
         let time = |backward: bool| {
             let nodes = ops.iter().map(|&op| node(op)).filter(|node: &&Node| node.is_backward == backward);
@@ -342,39 +343,16 @@ fn stages(placement: &Placement, units: &Units, parts: &[Part]) -> Vec<Stage> {
             id: StageId(at as u32),
             ops: ranges(&ops),
             op_names: ops.iter().map(|&op| node(op).name.clone()).collect(),
-            modules: Vec::new(),
             replicas: 1,
-            tensor_degree: None,
-            zero: 0,
-            shard_degree: 0,
-            parameter_bytes: 0,
-            gradient_bytes: 0,
-            tied_us: 0.0,
-            tensor_parallel: None,
-            choices: Vec::new(),
             devices: vec![devices[at]],
-            recompute: false,
-            recomputed: None,
             fwd_us: time(false),
             bwd_us: time(true),
-            weight_grad_us: None,
-            buckets: Vec::new(),
             memory: StageMemory { weights, total: weights, ..StageMemory::default() },
             hierarchy: vec![LevelPlacement { group: at as u32, replicas: 1 }],
+            ..Stage::default()
         }
     };
     (0..parts.len()).map(stage).collect()
-}
-
-fn ranges(ops: &[usize]) -> Vec<(u32, u32)> {
-    let mut ranges: Vec<(u32, u32)> = Vec::new();
-    for &op in ops {
-        match ranges.last_mut() {
-            Some((_, end)) if *end as usize == op => *end += 1,
-            _ => ranges.push((op as u32, op as u32 + 1)),
-        }
-    }
-    ranges
 }
 
 /// The transfers between devices; costs are converted to bytes at the nominal bandwidth.

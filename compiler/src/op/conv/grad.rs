@@ -9,20 +9,11 @@ use crate::op::window::number;
 use crate::op::*;
 
 impl OpRule for ConvInputGrad {
-    fn name(&self) -> &'static str {
-        "conv_input_grad"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [dy, w] = check_operands(inputs, ["the output gradient", "the weight"])?;
         check_groups(self.groups, "output", &w.shape[0])?;
         if dy.shape[1] != w.shape[0] {
-            return Err(FactError::Mismatch {
-                left_name: "weight output channels",
-                left: w.shape[0].to_string(),
-                right_name: "gradient channels",
-                right: dy.shape[1].to_string(),
-            });
+            return Err(FactError::mismatch("weight output channels", &w.shape[0], "gradient channels", &dy.shape[1]));
         }
         let kernel = known_kernel(w)?;
         if self.spatial.len() != kernel.len() {
@@ -44,12 +35,12 @@ impl OpRule for ConvInputGrad {
     }
 
     // With g the gradient of dx: d(dy) = Conv(g, w), dw = ConvWeightGrad(dy, g)
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         let (dy, w, g) = (context.inputs[0], context.inputs[1], context.dy());
         let (window, groups) = (&self.window, self.groups);
         let forward = Op::Conv(Conv { window: window.clone(), groups });
-        let d_dy = context.wanted[0].then(|| out.emit(forward, &[g, w]));
-        let dw = context.wanted[1].then(|| weight_grad(out, window, groups, dy, g, w));
+        let d_dy = context.wanted[0].then(|| emit(forward, &[g, w]));
+        let dw = context.wanted[1].then(|| weight_grad(window, groups, [dy, g], w));
         vec![d_dy, dw]
     }
 
@@ -70,19 +61,10 @@ impl OpRule for ConvInputGrad {
 }
 
 impl OpRule for ConvWeightGrad {
-    fn name(&self) -> &'static str {
-        "conv_weight_grad"
-    }
-
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [dy, x] = check_operands(inputs, ["the output gradient", "the input"])?;
         if dy.shape[0] != x.shape[0] {
-            return Err(FactError::Mismatch {
-                left_name: "gradient batch",
-                left: dy.shape[0].to_string(),
-                right_name: "input batch",
-                right: x.shape[0].to_string(),
-            });
+            return Err(FactError::mismatch("gradient batch", &dy.shape[0], "input batch", &x.shape[0]));
         }
         check_groups(self.groups, "output", &dy.shape[1])?;
         check_groups(self.groups, "input", &x.shape[1])?;
@@ -99,12 +81,12 @@ impl OpRule for ConvWeightGrad {
     }
 
     // With g the gradient of dw: d(dy) = Conv(x, g), dx = ConvInputGrad(dy, g)
-    fn backward(&self, context: BackwardContext<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+    fn backward<'b>(&self, context: BackwardContext<'b>) -> Vec<Option<Expr<'b>>> {
         let (dy, x, g) = (context.inputs[0], context.inputs[1], context.dy());
         let (window, groups) = (&self.window, self.groups);
         let forward = Op::Conv(Conv { window: window.clone(), groups });
-        let d_dy = context.wanted[0].then(|| out.emit(forward, &[x, g]));
-        let dx = context.wanted[1].then(|| input_grad(out, window, groups, dy, g, x));
+        let d_dy = context.wanted[0].then(|| emit(forward, &[x, g]));
+        let dx = context.wanted[1].then(|| input_grad(window, groups, [dy, g], x));
         vec![d_dy, dx]
     }
 
@@ -129,12 +111,12 @@ fn same_windows(dy: &Fact, expected: &[Dim]) -> Result<(), FactError> {
     if &dy.shape[2..] == expected {
         return Ok(());
     }
-    Err(FactError::Mismatch {
-        left_name: "the spatial shape of the gradient",
-        left: format!("{:?}", &dy.shape[2..]),
-        right_name: "that of the convolution",
-        right: format!("{expected:?}"),
-    })
+    Err(FactError::mismatch(
+        "the spatial shape of the gradient",
+        format!("{:?}", &dy.shape[2..]),
+        "that of the convolution",
+        format!("{expected:?}"),
+    ))
 }
 
 pub fn samples() -> Vec<Sample> {
@@ -146,66 +128,7 @@ pub fn samples() -> Vec<Sample> {
         let dy = ramp(&[x[0], w[0]].into_iter().chain(sizes).collect::<Vec<_>>(), 3);
         let input = Op::ConvInputGrad(ConvInputGrad { window: window.clone(), groups, spatial });
         let weight = Op::ConvWeightGrad(ConvWeightGrad { window, groups, kernel: w[2..].to_vec() });
-        [
-            Sample { title, op: input, inputs: vec![dy.clone(), ramp(w, 2)], differentiate: vec![0, 1] },
-            Sample { title, op: weight, inputs: vec![dy, ramp(x, 1)], differentiate: vec![0, 1] },
-        ]
+        [Sample::new(title, input, vec![dy.clone(), ramp(w, 2)]), Sample::new(title, weight, vec![dy, ramp(x, 1)])]
     };
     cases().into_iter().flat_map(with_gradients).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::op::sample::run;
-
-    fn dot(a: &Tensor, b: &Tensor) -> f64 {
-        a.to_f64().iter().zip(b.to_f64()).map(|(a, b)| a * b).sum()
-    }
-
-    // <y', Conv(x, w)> = <x, ConvInputGrad(y', w)> = <w, ConvWeightGrad(y', x)> for any y'.
-    #[test]
-    fn the_gradients_are_the_adjoints_of_the_convolution() {
-        for (title, window, groups, x, w) in cases() {
-            let (x, w) = (ramp(x, 1).cast(DType::F64), ramp(w, 2).cast(DType::F64));
-            let y = run(&Conv { window: window.clone(), groups }, &[x.clone(), w.clone()]).remove(0);
-            let dy = ramp(y.shape(), 3).cast(DType::F64);
-            let spatial = x.shape()[2..].iter().map(|&d| Dim::from(d)).collect();
-            let kernel = w.shape()[2..].to_vec();
-            let dx =
-                run(&ConvInputGrad { window: window.clone(), groups, spatial }, &[dy.clone(), w.clone()]).remove(0);
-            let dw = run(&ConvWeightGrad { window, groups, kernel }, &[dy.clone(), x.clone()]).remove(0);
-            assert_eq!((dx.shape(), dw.shape()), (x.shape(), w.shape()), "{title}");
-            let expected = dot(&dy, &y);
-            assert!((dot(&x, &dx) - expected).abs() < 1e-12 * expected.abs().max(1.0), "{title}: for x");
-            assert!((dot(&w, &dw) - expected).abs() < 1e-12 * expected.abs().max(1.0), "{title}: for w");
-        }
-    }
-
-    #[test]
-    fn shapes_that_no_convolution_joins_are_errors() {
-        let fact = |shape: &[usize]| Fact::of(DType::F32, shape);
-        let input = |spatial: &[i64], groups, dy: &[usize], w: &[usize]| {
-            let spatial = spatial.iter().map(|&d| Dim::from(d)).collect();
-            let op = ConvInputGrad { window: Window::plain(1), groups, spatial };
-            op.infer(&[&fact(dy), &fact(w)]).map_or_else(|e| e.to_string(), |f| f[0].to_string())
-        };
-        assert_eq!(input(&[8], 1, &[2, 4, 6], &[4, 3, 3]), "f32[2, 3, 8]");
-        assert_eq!(input(&[8], 2, &[2, 4, 6], &[4, 3, 3]), "f32[2, 6, 8]");
-        let message = "the spatial shape of the gradient is [6], that of the convolution is [7]";
-        assert_eq!(input(&[9], 1, &[2, 4, 6], &[4, 3, 3]), message);
-        assert_eq!(input(&[8], 1, &[2, 5, 6], &[4, 3, 3]), "weight output channels is 4, gradient channels is 5");
-        assert!(input(&[-1], 1, &[2, 4, 6], &[4, 3, 3]).contains("negative"));
-        assert!(input(&[8, 8], 1, &[2, 4, 6], &[4, 3, 3]).contains("the list of spatial dims has rank 2"));
-
-        let weight = |kernel: &[usize], groups, dy: &[usize], x: &[usize]| {
-            let op = ConvWeightGrad { window: Window::plain(1), groups, kernel: kernel.to_vec() };
-            op.infer(&[&fact(dy), &fact(x)]).map_or_else(|e| e.to_string(), |f| f[0].to_string())
-        };
-        assert_eq!(weight(&[3], 2, &[2, 4, 6], &[2, 6, 8]), "f32[4, 3, 3]");
-        assert_eq!(weight(&[3], 1, &[1, 4, 6], &[2, 6, 8]), "gradient batch is 1, input batch is 2");
-        assert!(weight(&[3], 4, &[2, 4, 6], &[2, 6, 8]).contains("does not divide the 6 input channels"));
-        assert!(weight(&[usize::MAX], 1, &[2, 4, 6], &[2, 6, 8]).contains("too large"));
-        assert!(weight(&[], 1, &[2, 4, 6], &[2, 6, 8]).contains("the kernel has rank 0"));
-    }
 }

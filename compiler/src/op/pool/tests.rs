@@ -1,22 +1,8 @@
 //! Pools against PyTorch, padding rules, and invalid attributes.
 
 use super::*;
-
-fn assert_close(got: &Tensor, expected: &[f64]) {
-    assert_eq!(got.len(), expected.len());
-    for (g, e) in got.to_f64().iter().zip(expected) {
-        assert!((g - e).abs() < 1e-12, "{got:?} is not {expected:?}");
-    }
-}
-
-fn window(rank: usize, stride: usize, pad: usize, dilation: usize) -> Window {
-    Window {
-        strides: vec![stride; rank],
-        pads_begin: vec![pad; rank],
-        pads_end: vec![pad; rank],
-        dilations: vec![dilation; rank],
-    }
-}
+use crate::op::conv::even;
+use crate::op::sample::assert_close;
 
 /// `[1, 1, 4, 5]`: `(7 i) mod 20`.
 fn scattered() -> Tensor {
@@ -31,7 +17,7 @@ fn ramp() -> Tensor {
 // torch.nn.functional.max_pool2d(x, 3, 2, 1, 1, ceil_mode=True) and its backward
 #[test]
 fn max_pool_agrees_with_pytorch() {
-    let forward = MaxPool { kernel: vec![3, 3], window: window(2, 2, 1, 1), ceil: true };
+    let forward = MaxPool { kernel: vec![3, 3], window: even(2, 2, 1, 1), ceil: true };
     let y = run(&forward, &[scattered()]);
     assert_eq!(y[0].shape(), [1, 1, 3, 3]);
     assert_close(&y[0], &[15., 16., 16., 17., 19., 18., 12., 19., 13.]);
@@ -47,7 +33,7 @@ fn avg_pool_agrees_with_pytorch() {
     let excluding = [6., 8. + sixth, 7., 10. + sixth, 10. + 4. * sixth, 11. + sixth, 8.5, 12. + 2. * sixth, 9.5];
     let including = [24. / 9., 49. / 9., 28. / 9., 61. / 9., 96. / 9., 67. / 9., 17. / 6., 37. / 6., 19. / 6.];
     for (count_padding, expected) in [(false, excluding), (true, including)] {
-        let forward = AvgPool { kernel: vec![3, 3], window: window(2, 2, 1, 1), ceil: true, count_padding };
+        let forward = AvgPool { kernel: vec![3, 3], window: even(2, 2, 1, 1), ceil: true, count_padding };
         assert_close(&run(&forward, &[scattered()])[0], &expected);
         let spatial = vec![Dim::from(4i64), Dim::from(5i64)];
         let dx = run(&AvgPoolGrad { forward, spatial }, &[ramp()])[0].to_f64();
@@ -61,20 +47,20 @@ fn what_rounding_up_adds_beyond_the_padding_never_counts() {
     // torch.nn.functional.avg_pool1d(arange(6), 3, 2, 1, ceil_mode=True, count_include_pad=…)
     let x = Tensor::from_f64(&[1, 1, 6], &[0., 1., 2., 3., 4., 5.]);
     for (count_padding, expected) in [(false, [0.5, 2., 4., 5.]), (true, [1. / 3., 2., 4., 2.5])] {
-        let op = AvgPool { kernel: vec![3], window: window(1, 2, 1, 1), ceil: true, count_padding };
+        let op = AvgPool { kernel: vec![3], window: even(1, 2, 1, 1), ceil: true, count_padding };
         assert_close(&run(&op, std::slice::from_ref(&x))[0], &expected);
     }
     // torch.nn.functional.max_pool1d(x, 2, 3, 1, ceil_mode=True) and max_pool1d(x, 2, 1, 1, 3)
-    let op = MaxPool { kernel: vec![2], window: window(1, 3, 1, 1), ceil: true };
+    let op = MaxPool { kernel: vec![2], window: even(1, 3, 1, 1), ceil: true };
     assert_close(&run(&op, std::slice::from_ref(&x))[0], &[0., 3., 5.]);
-    let op = MaxPool { kernel: vec![2], window: window(1, 1, 1, 3), ceil: false };
+    let op = MaxPool { kernel: vec![2], window: even(1, 1, 1, 3), ceil: false };
     assert_close(&run(&op, &[x])[0], &[2., 3., 4., 5., 3.]);
 }
 
 #[test]
 fn padding_never_wins_and_the_first_of_equals_does() {
     let x = Tensor::from_f64(&[1, 1, 4], &[-3., -1., -1., -2.]);
-    let forward = MaxPool { kernel: vec![4], window: window(1, 2, 1, 1), ceil: false };
+    let forward = MaxPool { kernel: vec![4], window: even(1, 2, 1, 1), ceil: false };
     assert_close(&run(&forward, std::slice::from_ref(&x))[0], &[-1., -1.]);
     let dy = Tensor::from_f64(&[1, 1, 2], &[5., 7.]);
     assert_close(&run(&MaxPoolGrad { forward }, &[x, dy])[0], &[0., 12., 0., 0.]);
@@ -83,7 +69,7 @@ fn padding_never_wins_and_the_first_of_equals_does() {
 #[test]
 fn nan_and_minus_infinity_win_where_they_must() {
     let x = Tensor::from_f64(&[1, 1, 4], &[1., f64::NAN, f64::NEG_INFINITY, f64::NEG_INFINITY]);
-    let forward = MaxPool { kernel: vec![2], window: window(1, 2, 0, 1), ceil: false };
+    let forward = MaxPool { kernel: vec![2], window: even(1, 2, 0, 1), ceil: false };
     let y = run(&forward, std::slice::from_ref(&x))[0].to_f64();
     assert!(y[0].is_nan() && y[1] == f64::NEG_INFINITY);
     let dy = Tensor::from_f64(&[1, 1, 2], &[5., 7.]);
@@ -93,35 +79,11 @@ fn nan_and_minus_infinity_win_where_they_must() {
 #[test]
 fn a_window_of_padding_alone_passes_nothing_on() {
     let x = Tensor::from_f64(&[1, 1, 1], &[3.]);
-    let max = MaxPool { kernel: vec![1], window: window(1, 1, 1, 1), ceil: false };
+    let max = MaxPool { kernel: vec![1], window: even(1, 1, 1, 1), ceil: false };
     assert_eq!(run(&max, std::slice::from_ref(&x))[0].to_f64(), [f64::NEG_INFINITY, 3., f64::NEG_INFINITY]);
     let dy = Tensor::from_f64(&[1, 1, 3], &[5., 7., 9.]);
     assert_close(&run(&MaxPoolGrad { forward: max }, &[x.clone(), dy.clone()])[0], &[7.]);
-    let avg = AvgPool { kernel: vec![1], window: window(1, 1, 1, 1), ceil: false, count_padding: false };
+    let avg = AvgPool { kernel: vec![1], window: even(1, 1, 1, 1), ceil: false, count_padding: false };
     assert_close(&run(&avg, &[x])[0], &[0., 3., 0.]);
     assert_close(&run(&AvgPoolGrad { forward: avg, spatial: vec![Dim::from(1i64)] }, &[dy])[0], &[7.]);
-}
-
-#[test]
-fn shapes_and_errors() {
-    let infer = |x: &str, kernel: &[usize], window: Window| {
-        let x = Fact::new(DType::F32, x.split(' ').map(|d| Dim::parse(d).unwrap()).collect());
-        let facts = MaxPool { kernel: kernel.to_vec(), window, ceil: true }.infer(&[&x]);
-        facts.map_or_else(|e| e.to_string(), |f| f[0].to_string())
-    };
-    assert_eq!(infer("batch 64 112 112", &[3, 3], window(2, 2, 1, 1)), "f32[batch, 64, 57, 57]");
-    assert!(infer("1 64 8", &[3], window(1, 0, 1, 1)).contains("stride 0"));
-    assert!(infer("1 64 8", &[0], window(1, 1, 1, 1)).contains("kernel size 0"));
-    assert!(infer("1 64 8", &[usize::MAX], window(1, 1, 1, 1)).contains("kernel size 18446744073709551615"));
-    assert!(infer("1 64 8", &[12], window(1, 1, 1, 1)).contains("kernel of size 12"));
-    assert!(infer("1 64 8", &[3, 3], window(1, 1, 1, 1)).contains("the kernel has rank 2"));
-    assert!(infer("64 8", &[], window(0, 1, 1, 1)).contains("the input has rank 2"));
-
-    let dy = Fact::of(DType::F32, &[1, 2, 4]);
-    let forward = AvgPool { kernel: vec![2], window: window(1, 2, 0, 1), ceil: false, count_padding: false };
-    let infer = |size: i64| AvgPoolGrad { forward: forward.clone(), spatial: vec![Dim::from(size)] }.infer(&[&dy]);
-    assert_eq!(infer(9).unwrap()[0].to_string(), "f32[1, 2, 9]");
-    let error = infer(10).unwrap_err().to_string();
-    assert_eq!(error, "the output gradient is f32[1, 2, 4], the output of the pool is f32[1, 2, 5]");
-    assert!(infer(-1).unwrap_err().to_string().contains("negative"));
 }

@@ -542,7 +542,8 @@ fn edges_with(problem: &Problem, shape: &Shape, name: impl Fn(&TensorCost) -> Op
     edges.into_values().collect()
 }
 
-fn ranges(ops: &[u32]) -> Vec<(u32, u32)> {
+/// Ascending ops as half-open ranges of maximum length.
+pub fn ranges(ops: &[u32]) -> Vec<(u32, u32)> {
     let mut ranges: Vec<(u32, u32)> = Vec::new();
     for &op in ops {
         match ranges.last_mut() {
