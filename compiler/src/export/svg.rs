@@ -91,7 +91,7 @@ impl Svg {
         let _ = write!(self.body, "<text{class}{anchor} x=\"{x}\" y=\"{y}\">{text}</text>");
     }
 
-    /// A line and a label at every tick of a horizontal axis, whose values `x` places; a label stays within the picture.
+    /// A line and a label at every tick of a horizontal axis; `x` places values. A label stays within the picture.
     pub fn vertical_grid(&mut self, axis: &Axis, x: &dyn Fn(f64) -> f64, [top, bottom]: [f64; 2]) {
         for (value, label) in &axis.ticks {
             let x = x(*value);
