@@ -11,7 +11,7 @@ fn check_batch_axes<'a>(batch: usize, slices: &'a Fact, indices: &'a Fact) -> Re
         }
     }
     if slices.shape[..batch] != indices.shape[..batch] {
-        return Err(FactError::mismatch("the batch of", &slices, "that of the indices", &indices));
+        return Err(FactError::mismatch("the batch of", slices, "that of the indices", indices));
     }
     Ok(&slices.shape[..batch])
 }
@@ -78,7 +78,7 @@ impl OpRule for BatchScatterAdd {
         }
         let batch = check_batch_axes(self.batch, dy, indices)?;
         let Some(after) = dy.shape.strip_prefix(&indices.shape[..]) else {
-            return Err(FactError::mismatch("dy", &dy, "the tensor of indices", &indices));
+            return Err(FactError::mismatch("dy", dy, "the tensor of indices", indices));
         };
         let shape = [batch, std::slice::from_ref(&self.size), after].concat();
         Ok(vec![Fact::new(dy.dtype, shape)])

@@ -71,7 +71,7 @@ impl OpRule for ScatterAdd {
                 "dy",
                 format!("{dy} from axis {} on", self.axis),
                 "the tensor of indices",
-                &indices,
+                indices,
             ));
         };
         let shape = [before, std::slice::from_ref(&self.size), after].concat();

@@ -19,7 +19,7 @@ impl OpRule for MatMul {
         check_like("the second operand", b, a, "the first")?;
         let ((a_lead, m, k), (b_lead, n, k_b)) = (split(a, self.transpose_a), split(b, !self.transpose_b));
         if k != k_b {
-            return Err(FactError::mismatch("the inner dim of the first operand", &k, "that of the second", &k_b));
+            return Err(FactError::mismatch("the inner dim of the first operand", k, "that of the second", k_b));
         }
         let mut shape = broadcast_shapes(a_lead, b_lead)?;
         shape.extend([m.clone(), n.clone()]);

@@ -18,7 +18,7 @@ impl OpRule for Scatter {
         if updates.shape != expected {
             return Err(FactError::mismatch(
                 "the tensor of updates",
-                &updates,
+                updates,
                 "the shape it must have",
                 shape_text(&expected),
             ));
