@@ -1,5 +1,5 @@
-//! All ATen operators that pipec lowers, by family. Aliases and overloads share a row: arguments are read by name, as tensors
-//! or numbers. An in-place operator uses the row without the trailing `_`; `walk` rebinds the operand.
+//! All ATen operators that pipec lowers, by family. Aliases and overloads share a row: arguments are read by name, as
+//! tensors or numbers. An in-place operator uses the row without the trailing `_`; `walk` rebinds the operand.
 //! [`operators`] lists the names for documentation.
 
 pub mod elementwise;
