@@ -28,10 +28,8 @@ pub const LAYER: &[Row] = &[
     ("adaptive_avg_pool2d _adaptive_avg_pool2d", |s| window::adaptive_pool(s, 2, false)),
     ("adaptive_avg_pool3d _adaptive_avg_pool3d", |s| window::adaptive_pool(s, 3, false)),
     ("adaptive_max_pool2d", |s| window::adaptive_pool(s, 2, true)),
-    (
-        "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training",
-        |s| norm::batch_norm(s, false),
-    ),
+    ("batch_norm native_batch_norm _native_batch_norm_legit", |s| norm::batch_norm(s, false)),
+    ("_native_batch_norm_legit_functional _native_batch_norm_legit_no_training", |s| norm::batch_norm(s, false)),
     ("layer_norm native_layer_norm", norm::layer_norm),
     ("rms_norm", norm::rms_norm),
     ("group_norm", |s| norm::group_norm(s, "num_groups")),
