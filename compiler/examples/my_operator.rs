@@ -4,8 +4,8 @@
 //! cargo run -p compiler --example my_operator
 //! ```
 //!
-//! The lowering is `mish` in `compiler/src/import/onnx/lower/elementwise.rs`, four lines. Shapes, costs, kernels, gradients,
-//! cuts and exports follow from the core ops.
+//! The lowering is the row of `Mish` in `compiler/src/import/onnx/lower/table.rs`. Shapes, costs, kernels, gradients, cuts
+//! and exports follow from the core ops.
 
 use compiler::graph::Graph;
 use compiler::graph::bind::{bind, symbols};

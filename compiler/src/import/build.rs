@@ -6,7 +6,8 @@ use crate::import::symbolic_batch;
 use crate::import::symbolic_batch::Opened;
 use crate::op::dropout::COUNTER;
 use crate::op::{
-    Binary, Broadcast, Compare, Constant, Input, Op, Reduce, ReduceKind, Reshape, Select, StopGradient, Unary, Value,
+    Binary, Broadcast, Compare, Concat, Constant, Input, Iota, Op, Reduce, ReduceKind, Reshape, Select, StopGradient,
+    Unary, Value,
 };
 use crate::tensor::dim::{Bindings, Dim};
 use crate::tensor::fact::Fact;
@@ -170,6 +171,43 @@ pub trait Build {
             p => self.with_number(Binary::Pow, safe_sum, 1.0 / p)?,
         };
         self.select(is_zero, zero, root)
+    }
+
+    /// `x` with an axis of size 1 inserted.
+    fn unsqueeze(&mut self, x: Value, axis: usize) -> Result<Value, LowerReason> {
+        let mut shape = self.graph().fact(x).shape.clone();
+        shape.insert(axis, Dim::Known(1));
+        self.reshape(x, shape)
+    }
+
+    /// `x` with a last axis of size 1.
+    fn column(&mut self, x: Value) -> Result<Value, LowerReason> {
+        self.unsqueeze(x, self.graph().fact(x).rank())
+    }
+
+    /// `x` without the given axis, which has size 1.
+    fn squeeze(&mut self, x: Value, axis: usize) -> Result<Value, LowerReason> {
+        let mut shape = self.graph().fact(x).shape.clone();
+        shape.remove(axis);
+        self.reshape(x, shape)
+    }
+
+    /// The parts one after another along an axis; a single part itself.
+    fn concat(&mut self, parts: &[Value], axis: usize) -> Result<Value, LowerReason> {
+        if let [part] = parts { Ok(*part) } else { self.add(Op::Concat(Concat { axis }), parts) }
+    }
+
+    /// The parts along a new axis.
+    fn stack(&mut self, parts: &[Value], axis: usize) -> Result<Value, LowerReason> {
+        let parts = parts.iter().map(|part| self.unsqueeze(*part, axis)).collect::<Result<Vec<_>, _>>()?;
+        self.concat(&parts, axis)
+    }
+
+    /// `0, 1, …` along `axis`, with size 1 on the other axes of a shape of `rank`.
+    fn count(&mut self, rank: usize, axis: usize, size: &Dim) -> Result<Value, LowerReason> {
+        let mut shape = vec![Dim::Known(1); rank];
+        shape[axis] = size.clone();
+        self.add(Op::Iota(Iota { fact: Fact::new(DType::I64, shape), axis }), &[])
     }
 
     fn reduce(&mut self, kind: ReduceKind, x: Value, axes: &[usize], keep: bool) -> Result<Value, LowerReason> {

@@ -68,11 +68,26 @@ pub enum LowerReason {
 }
 
 impl LowerReason {
+    pub fn attribute(name: &'static str, found: impl ToString, expected: &'static str) -> LowerReason {
+        LowerReason::Attribute { name, found: found.to_string(), expected }
+    }
+
     /// The outcome of a comparison of these sizes is not known.
     pub fn undecided(what: String, sizes: [&Dim; 2]) -> LowerReason {
         let symbol = sizes.iter().flat_map(|size| size.symbols()).next().unwrap_or_default();
         LowerReason::Undecided { what, symbol }
     }
+}
+
+/// An attribute that is at least 1.
+pub fn at_least_one(name: &'static str, value: i64) -> Result<i64, LowerReason> {
+    if value < 1 { Err(LowerReason::attribute(name, value, "an integer of at least 1")) } else { Ok(value) }
+}
+
+/// The number of groups of a convolution.
+pub fn groups(name: &'static str, value: i64) -> Result<usize, LowerReason> {
+    let groups = u32::try_from(value).ok().filter(|groups| *groups > 0).map(|groups| groups as usize);
+    groups.ok_or_else(|| LowerReason::attribute(name, value, "an integer of at least 1"))
 }
 
 /// Maximum number of names listed in a message; the rest is only counted.

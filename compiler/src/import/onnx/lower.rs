@@ -20,7 +20,6 @@ pub mod cell;
 pub mod constant;
 pub mod data_dependent;
 pub mod determinant;
-pub mod einsum;
 pub mod elementwise;
 pub mod error;
 pub mod flex;
@@ -69,7 +68,7 @@ use crate::import::lower_error::LowerReason;
 use crate::import::onnx::model::Node;
 use crate::import::symbolic_batch::Opened;
 use crate::import::{prune, symbol};
-use crate::op::{Concat, Op, Value};
+use crate::op::{Op, Value};
 use crate::tensor::dim::{Bindings, Dim};
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
@@ -240,10 +239,7 @@ impl Scope<'_> {
             };
             parts.push(if dims.scalar { size } else { self.reshape(size, vec![Dim::Known(1)])? });
         }
-        let vector = match parts.as_slice() {
-            [scalar_size] => *scalar_size,
-            _ => self.add(Op::Concat(Concat { axis: 0 }), &parts)?,
-        };
+        let vector = self.concat(&parts, 0)?;
         self.cast(vector, dims.dtype)
     }
 

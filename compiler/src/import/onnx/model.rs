@@ -138,7 +138,7 @@ pub enum Payload {
     },
 }
 
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Node {
     /// Unique and not empty; the file's name where possible.
     pub name: String,

@@ -6,6 +6,7 @@ use crate::import::fx::program::tensor_name;
 use crate::import::fx::schema::{Argument, Float, OptionalTensor, SymArgument, SymInt};
 use crate::import::fx::weight::dtype_of;
 use crate::import::lower_error::LowerReason;
+use crate::import::norm::filled;
 use crate::import::onnx::lower::attribute;
 use crate::op::Value;
 use crate::tensor::dim::Dim;
@@ -101,6 +102,17 @@ impl Scope<'_> {
     /// An optional tensor argument.
     pub fn optional(&mut self, name: &'static str) -> Result<Option<Value>, LowerReason> {
         if self.has(name) { self.value(name).map(Some) } else { Ok(None) }
+    }
+
+    /// An optional tensor argument; if omitted, a tensor of `shape` filled with a number.
+    pub fn optional_or(
+        &mut self,
+        name: &'static str,
+        dtype: DType,
+        shape: &[Dim],
+        value: f64,
+    ) -> Result<Value, LowerReason> {
+        self.optional(name)?.map_or_else(|| filled(self, dtype, shape, value), Ok)
     }
 
     pub fn values(&mut self, name: &'static str) -> Result<Vec<Value>, LowerReason> {

@@ -6,10 +6,10 @@ use super::{Outputs, Scope, many, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute::{self, axis};
-use crate::import::onnx::lower::movement::transposed;
+use crate::import::onnx::lower::movement::{permuted_back, repeat_elements, swapped, transposed};
 use crate::import::onnx::lower::slice::part;
 use crate::import::patches::Patches;
-use crate::op::{Binary, Concat, Flip, Gather, Op, Pad, ReduceKind, Value};
+use crate::op::{Binary, Flip, Gather, Op, Pad, ReduceKind, Value};
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::{DType, Tensor};
 
@@ -37,11 +37,7 @@ pub fn swap_axes(scope: &mut Scope<'_>, first: &'static str, second: &'static st
     let x = scope.value("self")?;
     let rank = scope.fact(x).rank();
     let (a, b) = (scope.axis(first, 0, rank)?, scope.axis(second, 1, rank)?);
-    let mut perm: Vec<usize> = (0..rank).collect();
-    if rank > 0 {
-        perm.swap(a, b);
-    }
-    one(transposed(scope, x, perm)?)
+    one(if rank > 0 { swapped(scope, x, a, b)? } else { x })
 }
 
 pub fn transpose_matrix(scope: &mut Scope<'_>) -> Outputs {
@@ -50,9 +46,7 @@ pub fn transpose_matrix(scope: &mut Scope<'_>) -> Outputs {
     if rank < 2 {
         return Err(LowerReason::Inputs(format!("{} is not a matrix", scope.fact(x))));
     }
-    let mut perm: Vec<usize> = (0..rank).collect();
-    perm.swap(rank - 1, rank - 2);
-    one(transposed(scope, x, perm)?)
+    one(swapped(scope, x, rank - 1, rank - 2)?)
 }
 
 /// `movedim`: moves axes; the others keep their order.
@@ -102,7 +96,7 @@ pub fn roll(scope: &mut Scope<'_>) -> Outputs {
             let middle = size.sub(&Dim::Known(offset))?;
             let front = part(scope, x, axis, middle.clone(), size)?;
             let back = part(scope, x, axis, Dim::Known(0), middle)?;
-            x = scope.add(Op::Concat(Concat { axis }), &[front, back])?;
+            x = scope.concat(&[front, back], axis)?;
         }
     }
     one(scope.reshape(x, shape)?)
@@ -120,16 +114,14 @@ pub fn rotate(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.ints("dims")?.unwrap_or_else(|| vec![0, 1]);
     let [a, b] = dims[..] else { return Err(LowerReason::Inputs("a plane needs two axes".to_string())) };
     let (a, b) = (axis(a, rank)?, axis(b, rank)?);
-    let mut perm: Vec<usize> = (0..rank).collect();
-    perm.swap(a, b);
     one(match scope.int("k", 1)?.rem_euclid(4) {
         1 => {
             let y = scope.add(Op::Flip(Flip { axes: vec![b] }), &[x])?;
-            transposed(scope, y, perm)?
+            swapped(scope, y, a, b)?
         }
         2 => scope.add(Op::Flip(Flip { axes: vec![a.min(b), a.max(b)] }), &[x])?,
         3 => {
-            let y = transposed(scope, x, perm)?;
+            let y = swapped(scope, x, a, b)?;
             scope.add(Op::Flip(Flip { axes: vec![b] }), &[y])?
         }
         _ => x,
@@ -194,11 +186,7 @@ pub fn diagonal_scatter(scope: &mut Scope<'_>) -> Outputs {
     split_shape.extend(sizes.map(Dim::Known));
     let y = scope.reshape(y, split_shape)?;
     let perm: Vec<usize> = (0..shape.len()).filter(|at| *at != a && *at != b).chain([a, b]).collect();
-    let mut inverse = vec![0; shape.len()];
-    for (at, from) in perm.into_iter().enumerate() {
-        inverse[from] = at;
-    }
-    one(transposed(scope, y, inverse)?)
+    one(permuted_back(scope, y, &perm)?)
 }
 
 /// `diag_embed`: the last axis as the diagonal of a zero matrix.
@@ -320,9 +308,7 @@ pub fn channel_shuffle(scope: &mut Scope<'_>) -> Outputs {
     let mut split_shape = vec![batch.clone(), groups.clone(), channels.div_exact(&groups)?];
     split_shape.extend_from_slice(spatial);
     let y = scope.reshape(x, split_shape)?;
-    let mut perm: Vec<usize> = (0..shape.len() + 1).collect();
-    perm.swap(1, 2);
-    let y = transposed(scope, y, perm)?;
+    let y = swapped(scope, y, 1, 2)?;
     one(scope.reshape(y, shape)?)
 }
 
@@ -333,15 +319,8 @@ pub fn repeat_interleave(scope: &mut Scope<'_>) -> Outputs {
     if !scope.has("dim") {
         x = scope.reshape(x, vec![volume(&scope.fact(x).shape)?])?;
     }
-    let shape = scope.fact(x).shape;
-    let at = attribute::axis(scope.int("dim", 0)?, shape.len())?;
-    let (mut unit_shape, mut expanded_shape, mut merged_shape) = (shape.clone(), shape.clone(), shape.clone());
-    unit_shape.insert(at + 1, Dim::Known(1));
-    expanded_shape.insert(at + 1, repeats.clone());
-    merged_shape[at] = shape[at].mul(&repeats)?;
-    let x = scope.reshape(x, unit_shape)?;
-    let x = scope.broadcast(x, expanded_shape)?;
-    one(scope.reshape(x, merged_shape)?)
+    let at = attribute::axis(scope.int("dim", 0)?, scope.fact(x).rank())?;
+    one(repeat_elements(scope, x, at, &repeats)?)
 }
 
 /// `hstack` and similar: concatenates along `axis` after padding to `rank` axes. A vector becomes a row, or a column
@@ -364,7 +343,7 @@ pub fn stack(scope: &mut Scope<'_>, axis: usize, rank: usize, columns: bool) -> 
     for part in &mut parts {
         *part = scope.cast(*part, dtype.unwrap_or(scope.fact(first).dtype))?;
     }
-    one(if parts.len() == 1 { parts[0] } else { scope.add(Op::Concat(Concat { axis }), &parts)? })
+    one(scope.concat(&parts, axis)?)
 }
 
 /// `atleast_nd`: extends the shape to at least `rank` axes.
@@ -448,7 +427,7 @@ pub fn differences(scope: &mut Scope<'_>) -> Outputs {
         for part in [prepend, Some(x), append].into_iter().flatten() {
             parts.push(scope.cast(part, dtype)?);
         }
-        x = scope.add(Op::Concat(Concat { axis }), &parts)?;
+        x = scope.concat(&parts, axis)?;
     }
     let is_bool = scope.fact(x).dtype == DType::Bool;
     for _ in 0..order as i64 {

@@ -5,7 +5,8 @@ use super::{Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::linear::product;
-use crate::op::{Binary, Compare, Dropout, Iota, MatMul, Op, Softmax, Value};
+use crate::import::onnx::lower::movement::repeat_elements;
+use crate::op::{Binary, Compare, Dropout, MatMul, Op, Softmax, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
@@ -71,10 +72,7 @@ fn causal(scope: &mut Scope<'_>, scores: Value) -> Result<Value, LowerReason> {
     let [.., queries, keys] = shape.as_slice() else {
         return Err(LowerReason::Inputs("its scores are not matrices".to_string()));
     };
-    let column = Fact::new(DType::I64, vec![queries.clone(), Dim::Known(1)]);
-    let row = Fact::new(DType::I64, vec![Dim::Known(1), keys.clone()]);
-    let i = scope.add(Op::Iota(Iota { fact: column, axis: 0 }), &[])?;
-    let j = scope.add(Op::Iota(Iota { fact: row, axis: 1 }), &[])?;
+    let (i, j) = (scope.count(2, 0, queries)?, scope.count(2, 1, keys)?);
     scope.compare(Compare::LessEqual, j, i)
 }
 
@@ -91,13 +89,5 @@ fn repeat_kv_heads(scope: &mut Scope<'_>, x: Value, query: &Fact) -> Result<Valu
     let shape = scope.fact(x).shape;
     let Some(heads) = shape.len().checked_sub(3) else { return Ok(x) };
     let repeats = query.shape[heads].div_exact(&shape[heads])?;
-    let mut split_shape = shape.clone();
-    split_shape.insert(heads + 1, Dim::Known(1));
-    let mut expanded_shape = shape.clone();
-    expanded_shape.insert(heads + 1, repeats);
-    let mut merged_shape = shape;
-    merged_shape[heads] = query.shape[heads].clone();
-    let x = scope.reshape(x, split_shape)?;
-    let x = scope.broadcast(x, expanded_shape)?;
-    scope.reshape(x, merged_shape)
+    repeat_elements(scope, x, heads, &repeats)
 }

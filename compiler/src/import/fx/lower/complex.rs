@@ -7,11 +7,12 @@ use super::resize::mixed;
 use super::table::{self, Lower};
 use super::{Known, NodeOutputs, Outputs, Scope, one};
 use crate::import::build::Build;
+use crate::import::formula::formula;
 use crate::import::fx::program::names;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::slice::part;
-use crate::op::{Binary, Concat, Op, Unary, Value};
+use crate::op::{Binary, Unary, Value};
 use crate::tensor::dim::Dim;
 use std::f64::consts::TAU;
 
@@ -36,8 +37,11 @@ fn find_row(reads_complex: bool, name: &str) -> Option<Lower> {
         "polar" => from_angle,
         "fft_fft" | "fft_fft2" | "fft_fftn" => |s| transform(s, true),
         "fft_ifft" | "fft_ifft2" | "fft_ifftn" => |s| transform(s, false),
-        "fft_rfft" | "fft_rfft2" | "fft_rfftn" => half_transform,
-        "_fft_r2c" => transform_real,
+        "fft_rfft" | "fft_rfft2" | "fft_rfftn" => |s| transform_real(s, true),
+        "_fft_r2c" => |s| {
+            let half = s.flag("onesided", true)?;
+            transform_real(s, half)
+        },
         "_fft_c2c" => |s| {
             let forward = s.flag("forward", true)?;
             transform(s, forward)
@@ -100,11 +104,7 @@ fn from_pairs(scope: &mut Scope<'_>) -> Outputs {
 /// `view_as_real`: the parts as a new last axis.
 fn to_pairs(scope: &mut Scope<'_>) -> Outputs {
     let (re, im) = operand(scope)?;
-    let mut shape = scope.fact(re).shape;
-    let axis = shape.len();
-    shape.push(Dim::Known(1));
-    let parts = [scope.reshape(re, shape.clone())?, scope.reshape(im, shape)?];
-    one(scope.add(Op::Concat(Concat { axis }), &parts)?)
+    one(scope.stack(&[re, im], scope.fact(re).rank())?)
 }
 
 fn from_parts(scope: &mut Scope<'_>) -> Outputs {
@@ -121,9 +121,7 @@ fn from_angle(scope: &mut Scope<'_>) -> Outputs {
 
 fn size(scope: &mut Scope<'_>) -> Outputs {
     let (re, im) = operand(scope)?;
-    let (re, im) = (scope.binary(Binary::Mul, re, re)?, scope.binary(Binary::Mul, im, im)?);
-    let sum = scope.binary(Binary::Add, re, im)?;
-    one(scope.root(sum, 2.0)?)
+    one(formula(scope, [re, im], |[re, im]| (re.squared() + im.squared()).root(2.0))?)
 }
 
 fn conjugate(scope: &mut Scope<'_>) -> Outputs {
@@ -290,17 +288,24 @@ fn check_sizes(scope: &Scope<'_>, x: Value, axes: &[usize]) -> Result<(), LowerR
     Ok(())
 }
 
-/// Products along an axis with `cos` and `sin` of `2πkm/n`, for `k < rows`.
-fn project_on_waves(scope: &mut Scope<'_>, x: Value, axis: usize, rows: i64) -> Result<Parts, LowerReason> {
-    let n = length(scope, x, axis)?;
+/// The products of `x [cos, sin]` along an axis with `cos` and `sin` of `2πkm/n`, for `k < rows`, times the weight of
+/// `m`.
+fn project_on_waves(
+    scope: &mut Scope<'_>,
+    [x_cos, x_sin]: [Value; 2],
+    axis: usize,
+    [rows, n]: [i64; 2],
+    weight: impl Fn(i64) -> f64,
+) -> Result<Parts, LowerReason> {
+    let size = length(scope, x_cos, axis)?;
     let angle = |k: i64, m: i64| TAU * (k as f64 * m as f64 % n as f64) / n as f64;
     let matrix = |wave: fn(f64) -> f64| -> Vec<Vec<(i64, f64)>> {
-        (0..rows).map(|k| (0..n).map(|m| (m, wave(angle(k, m)))).collect()).collect()
+        (0..rows).map(|k| (0..size).map(|m| (m, weight(m) * wave(angle(k, m)))).collect()).collect()
     };
-    if rows.saturating_mul(n) > 1 << 22 {
+    if rows.saturating_mul(size) > 1 << 22 {
         return Err(LowerReason::Unsupported(format!("a transform of length {n}")));
     }
-    Ok((mixed(scope, x, axis, n, &matrix(f64::cos))?, mixed(scope, x, axis, n, &matrix(f64::sin))?))
+    Ok((mixed(scope, x_cos, axis, size, &matrix(f64::cos))?, mixed(scope, x_sin, axis, size, &matrix(f64::sin))?))
 }
 
 /// The first `rows` elements of the DFT along one axis: `Σ x e^(∓2πikm/n)`.
@@ -311,63 +316,54 @@ fn transform_axis(
     rows: i64,
     forward: bool,
 ) -> Result<Parts, LowerReason> {
-    let (re_cos, re_sin) = project_on_waves(scope, re, axis, rows)?;
+    let sizes = [rows, length(scope, re, axis)?];
+    let (re_cos, re_sin) = project_on_waves(scope, [re; 2], axis, sizes, |_| 1.0)?;
     let sin_part = if forward { scope.unary(Unary::Neg, re_sin)? } else { re_sin };
     let Some(im) = im else { return Ok((re_cos, sin_part)) };
-    let (im_cos, im_sin) = project_on_waves(scope, im, axis, rows)?;
+    let (im_cos, im_sin) = project_on_waves(scope, [im; 2], axis, sizes, |_| 1.0)?;
     let re = scope.binary(if forward { Binary::Add } else { Binary::Sub }, re_cos, im_sin)?;
     Ok((re, scope.binary(Binary::Add, im_cos, sin_part)?))
 }
 
-fn scale_parts(scope: &mut Scope<'_>, (re, im): Parts, factor: f64) -> Outputs {
-    if factor == 1.0 {
-        return pair((re, im));
-    }
-    pair((scope.with_number(Binary::Mul, re, factor)?, scope.with_number(Binary::Mul, im, factor)?))
+fn times(scope: &mut Scope<'_>, x: Value, factor: f64) -> Result<Value, LowerReason> {
+    formula(scope, [x], |[x]| x.times(factor))
 }
 
 fn transform(scope: &mut Scope<'_>, forward: bool) -> Outputs {
-    let mut x = parts(scope, "self")?;
+    let x = parts(scope, "self")?;
     let axes = axes(scope, scope.fact(x.0).rank())?;
     check_sizes(scope, x.0, &axes)?;
+    transform_axes(scope, x, axes, forward, false)
+}
+
+/// The DFT of a real tensor; with `half`, the non-redundant half of the last axis.
+fn transform_real(scope: &mut Scope<'_>, half: bool) -> Outputs {
+    let x = scope.value("self")?;
+    let mut axes = axes(scope, scope.fact(x).rank())?;
+    check_sizes(scope, x, &axes)?;
+    axes.reverse();
+    transform_axes(scope, (x, None), axes, true, half)
+}
+
+/// The DFT along axes in order; with `half`, the first axis keeps only its non-redundant half.
+fn transform_axes(
+    scope: &mut Scope<'_>,
+    mut x: (Value, Option<Value>),
+    axes: Vec<usize>,
+    forward: bool,
+    half: bool,
+) -> Outputs {
     let mut elements = 1.0;
-    for axis in axes {
+    for (at, axis) in axes.into_iter().enumerate() {
         let n = length(scope, x.0, axis)?;
         elements *= n as f64;
-        let (re, im) = transform_axis(scope, x, axis, n, forward)?;
+        let rows = if at == 0 && half { n / 2 + 1 } else { n };
+        let (re, im) = transform_axis(scope, x, axis, rows, forward)?;
         x = (re, Some(im));
     }
     let (re, Some(im)) = x else { return Err(LowerReason::Inputs("it has no axes".to_string())) };
     let factor = scale(scope, elements, forward)?;
-    scale_parts(scope, (re, im), factor)
-}
-
-/// The DFT of a real tensor, reduced to the non-redundant half of the last axis.
-fn half_transform(scope: &mut Scope<'_>) -> Outputs {
-    transform_real_axes(scope, true)
-}
-
-/// The DFT of a real tensor; `onesided` selects the half.
-fn transform_real(scope: &mut Scope<'_>) -> Outputs {
-    let half = scope.flag("onesided", true)?;
-    transform_real_axes(scope, half)
-}
-
-fn transform_real_axes(scope: &mut Scope<'_>, half: bool) -> Outputs {
-    let value = scope.value("self")?;
-    let axes = axes(scope, scope.fact(value).rank())?;
-    check_sizes(scope, value, &axes)?;
-    let (mut x, mut elements) = ((value, None), 1.0);
-    for (at, axis) in axes.iter().rev().enumerate() {
-        let n = length(scope, x.0, *axis)?;
-        elements *= n as f64;
-        let rows = if at == 0 && half { n / 2 + 1 } else { n };
-        let (re, im) = transform_axis(scope, x, *axis, rows, true)?;
-        x = (re, Some(im));
-    }
-    let (re, Some(im)) = x else { return Err(LowerReason::Inputs("it has no axes".to_string())) };
-    let factor = scale(scope, elements, true)?;
-    scale_parts(scope, (re, im), factor)
+    pair((times(scope, re, factor)?, times(scope, im, factor)?))
 }
 
 /// Inverse real DFT: the missing half of the last axis is the conjugate mirror.
@@ -399,16 +395,8 @@ fn to_real(scope: &mut Scope<'_>) -> Outputs {
     }
     // x[m] = Σ w_k (re_k cos - im_k sin): all but the first, and the middle one of an even number, count twice.
     let weight = |k: i64| if k == 0 || 2 * k == n { 1.0 } else { 2.0 };
-    let angle = |k: i64, m: i64| TAU * (k as f64 * m as f64 % n as f64) / n as f64;
-    let matrix = |wave: fn(f64) -> f64| -> Vec<Vec<(i64, f64)>> {
-        (0..n).map(|m| (0..half_length).map(|k| (k, weight(k) * wave(angle(k, m)))).collect()).collect()
-    };
-    if n.saturating_mul(half_length) > 1 << 22 {
-        return Err(LowerReason::Unsupported(format!("a transform of length {n}")));
-    }
-    let re = mixed(scope, x.0, *last, half_length, &matrix(f64::cos))?;
-    let im = mixed(scope, x.1, *last, half_length, &matrix(f64::sin))?;
+    let (re, im) = project_on_waves(scope, [x.0, x.1], *last, [n, n], weight)?;
     let y = scope.binary(Binary::Sub, re, im)?;
     let factor = scale(scope, elements, false)?;
-    one(if factor == 1.0 { y } else { scope.with_number(Binary::Mul, y, factor)? })
+    one(times(scope, y, factor)?)
 }

@@ -5,9 +5,8 @@ use super::{NodeOutputs, Outputs, Scope, one, promote};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::movement::triangle;
-use crate::op::{Binary, Compare, Iota, Op};
+use crate::op::{Binary, Compare};
 use crate::tensor::dim::{Dim, volume};
-use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 
 /// `start, start + step, … < end`.
@@ -42,7 +41,7 @@ pub fn arange(scope: &mut Scope<'_>) -> Outputs {
     if count.known().is_some_and(|n| n < 0) {
         return Err(LowerReason::Inputs(format!("a range from {start} to {end}")));
     }
-    let mut y = scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![count]), axis: 0 }), &[])?;
+    let mut y = scope.count(1, 0, &count)?;
     for (op, dim) in [(Binary::Mul, &step), (Binary::Add, &start)] {
         if !dim.is(if op == Binary::Mul { 1 } else { 0 }) {
             let value = promote::value(scope, &size(dim), DType::I64)?;
@@ -83,10 +82,7 @@ pub fn linspace(scope: &mut Scope<'_>, powers: bool) -> Outputs {
 pub fn eye(scope: &mut Scope<'_>) -> Outputs {
     let rows = scope.dim("n")?.ok_or(LowerReason::NotConstant { what: "the number of rows" })?;
     let columns = scope.dim("m")?.unwrap_or_else(|| rows.clone());
-    let column = Fact::new(DType::I64, vec![rows, Dim::Known(1)]);
-    let row = Fact::new(DType::I64, vec![Dim::Known(1), columns]);
-    let i = scope.add(Op::Iota(Iota { fact: column, axis: 0 }), &[])?;
-    let j = scope.add(Op::Iota(Iota { fact: row, axis: 1 }), &[])?;
+    let (i, j) = (scope.count(2, 0, &rows)?, scope.count(2, 1, &columns)?);
     let is_diagonal = scope.compare(Compare::Equal, i, j)?;
     let dtype = scope.dtype("dtype")?.unwrap_or(DType::F32);
     one(scope.cast(is_diagonal, dtype)?)

@@ -4,49 +4,36 @@ use super::loss::{reduce, reduction};
 use super::reduce::reduce_norm;
 use super::{Outputs, Scope, one};
 use crate::import::build::Build;
+use crate::import::formula::{Expr, formula, formulas};
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
-use crate::op::{Binary, Compare, ReduceKind, Unary, Value};
-
-fn difference(scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
-    let (a, b) = (scope.value("self")?, scope.value("target")?);
-    scope.binary(Binary::Sub, a, b)
-}
+use crate::op::{Binary, ReduceKind, Value};
 
 fn reduce_loss(scope: &mut Scope<'_>, losses: Value) -> Outputs {
     let reduction = reduction(scope)?;
     one(reduce(scope, losses, reduction)?)
 }
 
-fn number(scope: &mut Scope<'_>, like: Value, value: f64) -> Result<Value, LowerReason> {
-    scope.scalar(scope.fact(like).dtype, value)
-}
-
-/// Squared or absolute error.
-pub fn plain(scope: &mut Scope<'_>, squared: bool) -> Outputs {
-    let difference = difference(scope)?;
-    let losses = match squared {
-        true => scope.binary(Binary::Mul, difference, difference)?,
-        false => scope.unary(Unary::Abs, difference)?,
-    };
+/// A reduced loss per element of `self` and `target`.
+pub fn loss(scope: &mut Scope<'_>, body: impl for<'f> FnOnce(Expr<'f>, Expr<'f>) -> Expr<'f>) -> Outputs {
+    let (x, target) = (scope.value("self")?, scope.value("target")?);
+    let losses = formula(scope, [x, target], |[x, target]| body(x, target))?;
     reduce_loss(scope, losses)
 }
 
 /// Huber-like loss: quadratic up to `bend`, linear beyond. The slope beyond is `bend` if `steep`, else 1.
 fn huber_like(scope: &mut Scope<'_>, bend: f64, steep: bool) -> Outputs {
-    let difference = difference(scope)?;
-    let size = scope.unary(Unary::Abs, difference)?;
-    if bend == 0.0 && !steep {
-        return reduce_loss(scope, size);
-    }
-    let limit = number(scope, size, bend)?;
-    let is_linear = scope.compare(Compare::LessEqual, limit, size)?;
-    let square = scope.binary(Binary::Mul, difference, difference)?;
-    let quadratic = scope.with_number(Binary::Mul, square, if steep { 0.5 } else { 0.5 / bend })?;
-    let line = scope.with_number(Binary::Sub, size, bend / 2.0)?;
-    let line = if steep { scope.with_number(Binary::Mul, line, bend)? } else { line };
-    let losses = scope.select(is_linear, line, quadratic)?;
-    reduce_loss(scope, losses)
+    loss(scope, |x, target| {
+        let difference = x - target;
+        let size = difference.abs();
+        if bend == 0.0 && !steep {
+            return size;
+        }
+        let is_linear = size.at_least(bend);
+        let quadratic = difference * difference * if steep { 0.5 } else { 0.5 / bend };
+        let line = size - bend / 2.0;
+        is_linear.select(if steep { line * bend } else { line }, quadratic)
+    })
 }
 
 /// Smooth L1 loss.
@@ -70,33 +57,26 @@ fn weighted(scope: &mut Scope<'_>, losses: Value) -> Outputs {
 
 /// Binary cross-entropy of probabilities; logarithms are clamped to at least -100, as in PyTorch.
 pub fn binary_cross_entropy(scope: &mut Scope<'_>) -> Outputs {
-    let (p, target) = (scope.value("self")?, scope.value("target")?);
-    let unit = number(scope, p, 1.0)?;
-    let (not_p, not_target) = (scope.binary(Binary::Sub, unit, p)?, scope.binary(Binary::Sub, unit, target)?);
-    let mut terms = Vec::with_capacity(2);
-    for (share, p) in [(target, p), (not_target, not_p)] {
-        let log = scope.unary(Unary::Log, p)?;
-        let clamped = scope.with_number(Binary::Max, log, -100.0)?;
-        terms.push(scope.binary(Binary::Mul, share, clamped)?);
+    fn term<'f>(share: Expr<'f>, p: Expr<'f>) -> Expr<'f> {
+        share * p.log().max(-100.0)
     }
-    let sum = scope.binary(Binary::Add, terms[0], terms[1])?;
-    let losses = scope.unary(Unary::Neg, sum)?;
+    let (p, target) = (scope.value("self")?, scope.value("target")?);
+    let losses = formula(scope, [p, target], |[p, target]| {
+        let unit = p.number(1.0);
+        let (not_p, not_target) = (unit - p, unit - target);
+        -(term(target, p) + term(not_target, not_p))
+    })?;
     weighted(scope, losses)
 }
 
 /// Binary cross-entropy of logits: `(1 - t) x + (1 + (w - 1) t) log(1 + e^-x)` with weight `w` of positive targets.
 pub fn binary_cross_entropy_with_logits(scope: &mut Scope<'_>) -> Outputs {
     let (x, target) = (scope.value("self")?, scope.value("target")?);
-    let unit = number(scope, x, 1.0)?;
-    let not_target = scope.binary(Binary::Sub, unit, target)?;
-    let linear = scope.binary(Binary::Mul, not_target, x)?;
-    let negated = scope.unary(Unary::Neg, x)?;
-    let mut soft = scope.unary(Unary::Softplus, negated)?;
+    let [linear, mut soft] =
+        formulas(scope, [x, target], |[x, target]| [(x.number(1.0) - target) * x, (-x).softplus()])?;
     if let Some(weight) = scope.optional("pos_weight")? {
-        let extra_weight = scope.with_number(Binary::Sub, weight, 1.0)?;
-        let of_target = scope.binary(Binary::Mul, extra_weight, target)?;
-        let factor = scope.with_number(Binary::Add, of_target, 1.0)?;
-        soft = scope.binary(Binary::Mul, factor, soft)?;
+        let values = [weight, target, soft];
+        soft = formula(scope, values, |[weight, target, soft]| ((weight - 1.0) * target + 1.0) * soft)?;
     }
     let losses = scope.binary(Binary::Add, linear, soft)?;
     weighted(scope, losses)
@@ -104,28 +84,14 @@ pub fn binary_cross_entropy_with_logits(scope: &mut Scope<'_>) -> Outputs {
 
 /// KL divergence of log-probabilities `x` from a target: `t (log t - x)`.
 pub fn divergence(scope: &mut Scope<'_>) -> Outputs {
-    let (x, target) = (scope.value("self")?, scope.value("target")?);
-    let (share, log) = if scope.flag("log_target", false)? {
-        (scope.unary(Unary::Exp, target)?, target)
-    } else {
-        let zero = number(scope, target, 0.0)?;
-        let is_zero = scope.compare(Compare::Equal, target, zero)?;
-        let unit = number(scope, target, 1.0)?;
-        let safe_target = scope.select(is_zero, unit, target)?;
-        (target, scope.unary(Unary::Log, safe_target)?)
-    };
-    let difference = scope.binary(Binary::Sub, log, x)?;
-    let losses = scope.binary(Binary::Mul, share, difference)?;
-    reduce_loss(scope, losses)
-}
-
-/// `log(1 + e^(-t x))`
-pub fn soft_margin(scope: &mut Scope<'_>) -> Outputs {
-    let (x, target) = (scope.value("self")?, scope.value("target")?);
-    let product = scope.binary(Binary::Mul, x, target)?;
-    let negated = scope.unary(Unary::Neg, product)?;
-    let losses = scope.unary(Unary::Softplus, negated)?;
-    reduce_loss(scope, losses)
+    let log_target = scope.flag("log_target", false)?;
+    loss(scope, |x, target| {
+        let (share, log) = match log_target {
+            true => (target.exp(), target),
+            false => (target, target.equals(0.0).select(1.0, target).log()),
+        };
+        share * (log - x)
+    })
 }
 
 /// Poisson negative log-likelihood, without Stirling's term.
@@ -134,40 +100,31 @@ pub fn poisson(scope: &mut Scope<'_>) -> Outputs {
         return Err(LowerReason::Unsupported("a Poisson loss with the Stirling term".to_string()));
     }
     let (x, target) = (scope.value("input")?, scope.value("target")?);
-    let (rate, log) = if scope.flag("log_input", true)? {
-        (scope.unary(Unary::Exp, x)?, x)
-    } else {
-        let shifted = scope.with_number(Binary::Add, x, scope.float("eps", 1e-8)?)?;
-        (x, scope.unary(Unary::Log, shifted)?)
-    };
-    let product = scope.binary(Binary::Mul, target, log)?;
-    let losses = scope.binary(Binary::Sub, rate, product)?;
+    let (log_input, eps) = (scope.flag("log_input", true)?, scope.float("eps", 1e-8)?);
+    let losses = formula(scope, [x, target], |[x, target]| {
+        let (rate, log) = if log_input { (x.exp(), x) } else { (x, (x + eps).log()) };
+        rate - target * log
+    })?;
     reduce_loss(scope, losses)
 }
 
 /// Hinge embedding loss: `x` for target 1, `max(0, margin - x)` for target -1.
 pub fn hinge(scope: &mut Scope<'_>) -> Outputs {
-    let (x, target) = (scope.value("self")?, scope.value("target")?);
-    let margin = number(scope, x, scope.float("margin", 1.0)?)?;
-    let shortfall = scope.binary(Binary::Sub, margin, x)?;
-    let shortfall = scope.with_number(Binary::Max, shortfall, 0.0)?;
-    let zero = number(scope, x, 0.0)?;
-    let (plus, minus) = (number(scope, target, 1.0)?, number(scope, target, -1.0)?);
-    let (is_positive, is_negative) =
-        (scope.compare(Compare::Equal, target, plus)?, scope.compare(Compare::Equal, target, minus)?);
-    let of_margin = scope.select(is_positive, zero, shortfall)?;
-    let of_self = scope.select(is_negative, zero, x)?;
-    let losses = scope.binary(Binary::Add, of_margin, of_self)?;
-    reduce_loss(scope, losses)
+    let margin = scope.float("margin", 1.0)?;
+    loss(scope, |x, target| {
+        let shortfall = (margin - x).max(0.0);
+        let zero = x.number(0.0);
+        let (plus, minus) = (target.number(1.0), target.number(-1.0));
+        let (is_positive, is_negative) = (target.equals(plus), target.equals(minus));
+        is_positive.select(zero, shortfall) + is_negative.select(zero, x)
+    })
 }
 
 /// Margin ranking loss: `max(0, -t (a - b) + margin)`.
 pub fn ranking(scope: &mut Scope<'_>) -> Outputs {
     let (a, b, target) = (scope.value("input1")?, scope.value("input2")?, scope.value("target")?);
-    let difference = scope.binary(Binary::Sub, b, a)?;
-    let product = scope.binary(Binary::Mul, target, difference)?;
-    let shortfall = scope.with_number(Binary::Add, product, scope.float("margin", 0.0)?)?;
-    let losses = scope.with_number(Binary::Max, shortfall, 0.0)?;
+    let margin = scope.float("margin", 0.0)?;
+    let losses = formula(scope, [a, b, target], |[a, b, target]| (target * (b - a) + margin).max(0.0))?;
     reduce_loss(scope, losses)
 }
 
@@ -189,8 +146,8 @@ pub fn cosine(scope: &mut Scope<'_>) -> Outputs {
 /// Norm of the difference of vectors.
 pub fn pairwise(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (scope.value("x1")?, scope.value("x2")?);
-    let difference = scope.binary(Binary::Sub, a, b)?;
-    let shifted = scope.with_number(Binary::Add, difference, scope.float("eps", 1e-6)?)?;
+    let eps = scope.float("eps", 1e-6)?;
+    let shifted = formula(scope, [a, b], |[a, b]| a - b + eps)?;
     let axis = attribute::axis(-1, scope.fact(shifted).rank())?;
     let (order, keep) = (scope.float("p", 2.0)?, scope.flag("keepdim", false)?);
     one(reduce_norm(scope, shifted, order, &[axis], keep)?)

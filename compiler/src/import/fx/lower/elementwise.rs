@@ -3,7 +3,9 @@
 use super::argument::{Number, Operand};
 use super::function::toward_zero;
 use super::{Known, NodeOutputs, Outputs, Scope, one, promote};
+use crate::import::activation;
 use crate::import::build::Build;
+use crate::import::formula::{Expr, formula};
 use crate::import::lower_error::LowerReason;
 use crate::import::symbolic_batch;
 use crate::op::{Binary, Compare, Unary, Value};
@@ -14,17 +16,40 @@ pub fn required(scope: &mut Scope<'_>, name: &'static str) -> Result<Operand, Lo
     operand.ok_or(LowerReason::Attribute { name, found: "missing".to_string(), expected: "a tensor or a number" })
 }
 
+/// A formula of the operand, in its element type.
+pub fn map(scope: &mut Scope<'_>, body: impl FnOnce(Expr<'_>) -> Expr<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    one(formula(scope, [x], |[x]| body(x))?)
+}
+
+/// A formula of the operand in floats.
+pub fn map_real(scope: &mut Scope<'_>, body: impl FnOnce(Expr<'_>) -> Expr<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let x = promote::real(scope, x)?;
+    one(formula(scope, [x], |[x]| body(x))?)
+}
+
+/// A formula of both operands in their promoted type.
+pub fn map_pair(scope: &mut Scope<'_>, body: impl for<'f> FnOnce(Expr<'f>, Expr<'f>) -> Expr<'f>) -> Outputs {
+    let (a, b) = pair(scope)?;
+    one(formula(scope, [a, b], |[a, b]| body(a, b))?)
+}
+
+/// A formula of both operands in their promoted float type.
+pub fn map_floats(scope: &mut Scope<'_>, body: impl for<'f> FnOnce(Expr<'f>, Expr<'f>) -> Expr<'f>) -> Outputs {
+    let (a, b) = pair(scope)?;
+    let (a, b) = (promote::real(scope, a)?, promote::real(scope, b)?);
+    one(formula(scope, [a, b], |[a, b]| body(a, b))?)
+}
+
 /// `f(x)` in the element type of `x`.
 pub fn unary(scope: &mut Scope<'_>, op: Unary) -> Outputs {
-    let x = scope.value("self")?;
-    one(scope.unary(op, x)?)
+    map(scope, |x| x.unary(op))
 }
 
 /// `f(x)` in floats.
 pub fn real(scope: &mut Scope<'_>, op: Unary) -> Outputs {
-    let x = scope.value("self")?;
-    let x = promote::real(scope, x)?;
-    one(scope.unary(op, x)?)
+    map_real(scope, |x| x.unary(op))
 }
 
 pub fn identity(scope: &mut Scope<'_>) -> Outputs {
@@ -58,8 +83,7 @@ pub fn extreme(scope: &mut Scope<'_>, op: Binary) -> Outputs {
 }
 
 pub fn binary(scope: &mut Scope<'_>, op: Binary) -> Outputs {
-    let (a, b) = pair(scope)?;
-    one(scope.binary(op, a, b)?)
+    map_pair(scope, |a, b| a.binary(op, b))
 }
 
 /// `a ± alpha·b`, or `rsub` with `reversed`. The sum of booleans is "or".
@@ -88,25 +112,14 @@ pub fn multiply(scope: &mut Scope<'_>) -> Outputs {
 
 /// `a / b` in floats, or rounded down or toward zero.
 pub fn divide(scope: &mut Scope<'_>, default: &'static str) -> Outputs {
-    let rounding = scope.text("rounding_mode", default)?;
-    let (mut a, mut b) = pair(scope)?;
-    if rounding.is_empty() {
-        (a, b) = (promote::real(scope, a)?, promote::real(scope, b)?);
-    }
-    let float = scope.fact(a).dtype.is_float();
-    match rounding.as_str() {
-        "" => one(scope.binary(Binary::Div, a, b)?),
-        "trunc" => {
-            let quotient = scope.binary(Binary::Div, a, b)?;
-            one(toward_zero(scope, quotient)?)
-        }
+    match scope.text("rounding_mode", default)?.as_str() {
+        "" => map_floats(scope, |a, b| a / b),
+        "trunc" => map_pair(scope, |a, b| toward_zero(a / b)),
         // The remainder has the divisor's sign, so `a - remainder` divides exactly to the floor.
-        "floor" => {
-            let remainder = scope.binary(Binary::Mod, a, b)?;
-            let multiple = scope.binary(Binary::Sub, a, remainder)?;
-            let quotient = scope.binary(Binary::Div, multiple, b)?;
-            one(if float { scope.unary(Unary::Round, quotient)? } else { quotient })
-        }
+        "floor" => map_pair(scope, |a, b| {
+            let quotient = (a - a % b) / b;
+            if a.dtype().is_float() { quotient.round() } else { quotient }
+        }),
         other => Err(LowerReason::Unsupported(format!("a division with rounding mode `{other}`"))),
     }
 }
@@ -142,62 +155,24 @@ pub fn power(scope: &mut Scope<'_>) -> Outputs {
     })
 }
 
-pub fn square(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.value("self")?;
-    one(scope.binary(Binary::Mul, x, x)?)
-}
-
 /// Compares `a` with `b`; "greater" is "less" with `swapped` operands.
 pub fn compare(scope: &mut Scope<'_>, op: Compare, swapped: bool) -> Outputs {
     let (a, b) = pair(scope)?;
     one(if swapped { scope.compare(op, b, a)? } else { scope.compare(op, a, b)? })
 }
 
-pub fn not_equal(scope: &mut Scope<'_>) -> Outputs {
-    let (a, b) = pair(scope)?;
-    let equal = scope.compare(Compare::Equal, a, b)?;
-    one(scope.unary(Unary::Not, equal)?)
-}
-
 /// `x ≠ 0`.
-fn to_bool(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
-    let dtype = scope.fact(x).dtype;
-    if dtype == DType::Bool {
-        return Ok(x);
-    }
-    let zero = scope.scalar(dtype, 0.0)?;
-    let is_zero = scope.compare(Compare::Equal, x, zero)?;
-    scope.unary(Unary::Not, is_zero)
+pub fn to_bool(x: Expr<'_>) -> Expr<'_> {
+    if x.dtype() == DType::Bool { x } else { !x.equals(0.0) }
 }
 
 pub fn logical(scope: &mut Scope<'_>, op: Binary) -> Outputs {
-    let (a, b) = pair(scope)?;
-    let (a, b) = (to_bool(scope, a)?, to_bool(scope, b)?);
-    one(scope.binary(op, a, b)?)
-}
-
-/// A bitwise operator; on booleans the core op is logical.
-pub fn bitwise(scope: &mut Scope<'_>, op: Binary) -> Outputs {
-    let (a, b) = pair(scope)?;
-    one(scope.binary(op, a, b)?)
-}
-
-/// Logical not, or bitwise not.
-pub fn negate(scope: &mut Scope<'_>, bitwise: bool) -> Outputs {
-    let x = scope.value("self")?;
-    let x = if bitwise { x } else { to_bool(scope, x)? };
-    one(scope.unary(Unary::Not, x)?)
-}
-
-pub fn is_nan(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.value("self")?;
-    let equals_self = scope.compare(Compare::Equal, x, x)?;
-    one(scope.unary(Unary::Not, equals_self)?)
+    map_pair(scope, |a, b| to_bool(a).binary(op, to_bool(b)))
 }
 
 pub fn choose(scope: &mut Scope<'_>) -> Outputs {
     let condition = scope.value("condition")?;
-    let condition = to_bool(scope, condition)?;
+    let condition = formula(scope, [condition], |[condition]| to_bool(condition))?;
     let (a, b) = pair(scope)?;
     one(scope.select(condition, a, b)?)
 }
@@ -228,10 +203,8 @@ pub fn clamp(scope: &mut Scope<'_>, low: &'static str, high: &'static str) -> Ou
 
 /// Clamp between `min_val` and `max_val`, with defaults `low` and `high`.
 pub fn hardtanh(scope: &mut Scope<'_>, low: f64, high: f64) -> Outputs {
-    let x = scope.value("self")?;
     let (low, high) = (scope.float("min_val", low)?, scope.float("max_val", high)?);
-    let y = scope.with_number(Binary::Max, x, low)?;
-    one(scope.with_number(Binary::Min, y, high)?)
+    map(scope, |x| x.clamp(low, high))
 }
 
 /// `x·Φ(x)`, exact or with the `tanh` approximation.
@@ -243,88 +216,44 @@ pub fn gelu(scope: &mut Scope<'_>) -> Outputs {
     }
 }
 
-fn positive(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
-    let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
-    scope.compare(Compare::Less, zero, x)
-}
-
-/// `x > 0 ? x : slope·x`
 pub fn leaky_relu(scope: &mut Scope<'_>) -> Outputs {
-    let (x, slope) = (scope.value("self")?, scope.float("negative_slope", 0.01)?);
-    let positive = positive(scope, x)?;
-    let scaled = scope.with_number(Binary::Mul, x, slope)?;
-    one(scope.select(positive, x, scaled)?)
+    let slope = scope.float("negative_slope", 0.01)?;
+    map(scope, |x| activation::leaky_relu(x, slope))
 }
 
-/// `scale·(x > 0 ? x : alpha·(e^(input_scale·x) - 1))`. Positive `x` is clamped before the exponential: an overflow in
-/// the unselected branch would make the gradient NaN.
+/// `scale·(x > 0 ? x : alpha·(e^(input_scale·x) - 1))`
 pub fn elu(scope: &mut Scope<'_>) -> Outputs {
     let (alpha, scale) = (scope.float("alpha", 1.0)?, scope.float("scale", 1.0)?);
     let inner = scope.float("input_scale", 1.0)?;
-    exponential(scope, alpha, scale, inner)
+    map(scope, |x| activation::exponential(x, alpha, scale, |x| x.times(inner)))
 }
 
 /// ELU with an exponent divided by alpha.
 pub fn celu(scope: &mut Scope<'_>) -> Outputs {
     let alpha = scope.float("alpha", 1.0)?;
-    exponential(scope, alpha, 1.0, 1.0 / alpha)
+    map(scope, |x| activation::exponential(x, alpha, 1.0, |x| x.times(1.0 / alpha)))
 }
 
 /// ELU with constants that preserve mean and variance (Klambauer et al. 2017).
-pub fn selu(scope: &mut Scope<'_>) -> Outputs {
-    exponential(scope, 1.673_263_242_354_377_2, 1.050_700_987_355_480_5, 1.0)
+pub fn selu(x: Expr<'_>) -> Expr<'_> {
+    activation::exponential(x, 1.673_263_242_354_377_2, 1.050_700_987_355_480_5, |x| x)
 }
 
-fn exponential(scope: &mut Scope<'_>, alpha: f64, scale: f64, inner: f64) -> Outputs {
-    let x = scope.value("self")?;
-    let positive = positive(scope, x)?;
-    let below = scope.with_number(Binary::Min, x, 0.0)?;
-    let below = if inner == 1.0 { below } else { scope.with_number(Binary::Mul, below, inner)? };
-    let exp = scope.unary(Unary::Exp, below)?;
-    let shifted = scope.with_number(Binary::Sub, exp, 1.0)?;
-    let negative = if alpha == 1.0 { shifted } else { scope.with_number(Binary::Mul, shifted, alpha)? };
-    let y = scope.select(positive, x, negative)?;
-    one(if scale == 1.0 { y } else { scope.with_number(Binary::Mul, y, scale)? })
-}
-
-/// `max(0, min(1, x/6 + 1/2))`; times `x` (hard swish) with `gated`.
-pub fn hard_sigmoid(scope: &mut Scope<'_>, gated: bool) -> Outputs {
-    let x = scope.value("self")?;
-    let shifted = scope.with_number(Binary::Add, x, 3.0)?;
-    let below = scope.with_number(Binary::Min, shifted, 6.0)?;
-    let clamped = scope.with_number(Binary::Max, below, 0.0)?;
-    let gate = scope.with_number(Binary::Div, clamped, 6.0)?;
-    one(if gated { scope.binary(Binary::Mul, x, gate)? } else { gate })
+/// `max(0, min(1, x/6 + 1/2))`
+pub fn hard_sigmoid(x: Expr<'_>) -> Expr<'_> {
+    (x + 3.0).min(6.0).max(0.0) / 6.0
 }
 
 /// `log(1 + e^(beta·x))/beta`. PyTorch returns `x` above the threshold; above 20, the exact function equals `x` in
 /// `f32`.
 pub fn softplus(scope: &mut Scope<'_>) -> Outputs {
-    let (x, beta, threshold) = (scope.value("self")?, scope.float("beta", 1.0)?, scope.float("threshold", 20.0)?);
-    let scaled = if beta == 1.0 { x } else { scope.with_number(Binary::Mul, x, beta)? };
-    let soft = scope.unary(Unary::Softplus, scaled)?;
-    let y = if beta == 1.0 { soft } else { scope.with_number(Binary::Div, soft, beta)? };
-    if threshold >= 20.0 {
-        return one(y);
-    }
-    let limit = scope.scalar(scope.fact(x).dtype, threshold)?;
-    let is_linear = scope.compare(Compare::Less, limit, scaled)?;
-    one(scope.select(is_linear, x, y)?)
-}
-
-/// `x·tanh(softplus(x))`
-pub fn mish(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.value("self")?;
-    let soft = scope.unary(Unary::Softplus, x)?;
-    let gate = scope.unary(Unary::Tanh, soft)?;
-    one(scope.binary(Binary::Mul, x, gate)?)
-}
-
-pub fn logarithm(scope: &mut Scope<'_>, base: f64) -> Outputs {
-    let x = scope.value("self")?;
-    let x = promote::real(scope, x)?;
-    let log = scope.unary(Unary::Log, x)?;
-    one(scope.with_number(Binary::Div, log, base.ln())?)
+    let (beta, threshold) = (scope.float("beta", 1.0)?, scope.float("threshold", 20.0)?);
+    map(scope, |x| {
+        let scaled = x.times(beta);
+        let soft = scaled.softplus();
+        let y = if beta == 1.0 { soft } else { soft / beta };
+        if threshold >= 20.0 { y } else { scaled.greater(threshold).select(x, y) }
+    })
 }
 
 /// Casts to the element type given, if any.

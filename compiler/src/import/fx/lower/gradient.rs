@@ -9,7 +9,6 @@ use crate::import::fx::schema::Argument;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::linear::product;
-use crate::import::onnx::lower::norm::filled;
 use crate::op::{
     AvgPool, AvgPoolGrad, Binary, ConvInputGrad, ConvWeightGrad, LayerNormGrad, MatMul, MaxPool, MaxPoolGrad, Op,
     ReduceKind, ScatterAdd, Value,
@@ -99,10 +98,7 @@ pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
     let dims = scope.shape("normalized_shape")?;
     let axis = fact.rank().checked_sub(dims.len()).filter(|at| fact.shape[*at..] == dims[..]);
     let axis = axis.ok_or_else(|| LowerReason::Inputs(format!("the last dims of {fact} are not {dims:?}")))?;
-    let scale = match scope.optional("weight")? {
-        Some(scale) => scale,
-        None => filled(scope, fact.dtype, &dims, 1.0)?,
-    };
+    let scale = scope.optional_or("weight", fact.dtype, &dims, 1.0)?;
     let gradients = scope.add_all(Op::LayerNormGrad(LayerNormGrad { axis }), &[dy, x, scale, mean, rstd])?;
     let requested = mask(scope);
     let keep_requested = |(value, requested): (Value, bool)| if requested { Known::Value(value) } else { UNASKED };

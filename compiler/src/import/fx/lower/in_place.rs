@@ -4,7 +4,7 @@ use crate::import::build::Build;
 use crate::import::fx::lower::{Scope, scatter, table};
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute::axis;
-use crate::import::onnx::lower::movement::transposed;
+use crate::import::onnx::lower::movement::{swapped, transposed};
 use crate::import::onnx::lower::slice::clamp_index;
 use crate::op::Value;
 use crate::tensor::dim::Dim;
@@ -35,9 +35,8 @@ pub fn write_view(scope: &mut Scope<'_>, base: Value, value: Value) -> Result<Op
         "alias" | "contiguous" | "to" | "positive" if scope.fact(value) == scope.fact(base) => value,
         "t" | "numpy_T" | "mT" if rank == 2 => transposed(scope, value, vec![1, 0])?,
         "transpose" => {
-            let mut perm: Vec<usize> = (0..rank).collect();
-            perm.swap(axis(scope.int("dim0", 0)?, rank)?, axis(scope.int("dim1", 1)?, rank)?);
-            transposed(scope, value, perm)?
+            let (a, b) = (axis(scope.int("dim0", 0)?, rank)?, axis(scope.int("dim1", 1)?, rank)?);
+            swapped(scope, value, a, b)?
         }
         "permute" => {
             let list = scope.ints("dims")?.unwrap_or_default();

@@ -6,7 +6,7 @@ use crate::import::build::Build;
 use crate::import::embedding;
 use crate::import::equal_sizes::agree;
 use crate::import::lower_error::LowerReason;
-use crate::import::onnx::lower::gather::{add_offset, count, scale_index, steps};
+use crate::import::onnx::lower::gather::{add_offset, element_places, steps};
 use crate::import::onnx::lower::movement::{broadcast_shape, transposed};
 use crate::import::symbolic_batch::with_batch_of;
 use crate::op::{Gather, Op, Value};
@@ -28,38 +28,6 @@ pub fn select(scope: &mut Scope<'_>) -> Outputs {
     one(scope.add(Op::Gather(Gather { axis }), &[x, index])?)
 }
 
-/// Flat indices of the elements that `index` selects along an axis of a tensor of shape `dims`; the other coordinates
-/// are those of the index.
-pub fn flatten_index(
-    scope: &mut Scope<'_>,
-    dims: &[Dim],
-    index: Value,
-    index_axis: usize,
-) -> Result<Value, LowerReason> {
-    let index_shape = scope.fact(index).shape;
-    if index_shape.len() != dims.len() || dims.is_empty() {
-        return Err(LowerReason::Inputs(format!(
-            "an index of rank {} for an input of rank {}",
-            index_shape.len(),
-            dims.len()
-        )));
-    }
-    let index = scope.cast(index, DType::I64)?;
-    let mut flat_index = None;
-    for axis in 0..dims.len() {
-        let stride = volume(&dims[axis + 1..])?;
-        let steps = match axis == index_axis {
-            true => steps(scope, index, &dims[axis], &stride)?,
-            false => {
-                let count = count(scope, dims.len(), axis, &index_shape[axis])?;
-                scale_index(scope, count, &stride)?
-            }
-        };
-        flat_index = add_offset(scope, flat_index, steps)?;
-    }
-    flat_index.ok_or_else(|| LowerReason::Inputs("it has no index".to_string()))
-}
-
 /// `y[i, j, …] = x[i, index[i, j, …], …]`, with the index at one axis.
 pub fn gather(scope: &mut Scope<'_>) -> Outputs {
     let (x, index) = (scope.value("self")?, scope.value("index")?);
@@ -75,7 +43,7 @@ pub fn gather(scope: &mut Scope<'_>) -> Outputs {
     if let Some(slices) = batched::slices(scope, &dims, index, index_axis)? {
         return one(batched::gather(scope, x, slices, index_axis)?);
     }
-    let flat_index = flatten_index(scope, &dims, index, index_axis)?;
+    let flat_index = element_places(scope, &dims, index, index_axis)?;
     gather_flat(scope, x, vec![volume(&dims)?], 0, flat_index)
 }
 
@@ -102,7 +70,7 @@ pub fn take_along(scope: &mut Scope<'_>) -> Outputs {
     shape[index_axis] = std::mem::replace(&mut index_shape[index_axis], Dim::Known(1));
     let index = scope.broadcast(index, shape)?;
     let dims = scope.fact(x).shape;
-    let flat_index = flatten_index(scope, &dims, index, index_axis)?;
+    let flat_index = element_places(scope, &dims, index, index_axis)?;
     gather_flat(scope, x, vec![volume(&dims)?], 0, flat_index)
 }
 

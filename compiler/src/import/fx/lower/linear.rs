@@ -3,6 +3,7 @@
 use super::argument::{Number, Operand};
 use super::{Outputs, Scope, one, promote};
 use crate::import::build::Build;
+use crate::import::einsum::{self, Product};
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::linear::product;
 use crate::import::onnx::lower::movement::transposed;
@@ -70,9 +71,7 @@ pub fn with_sum_of_all(scope: &mut Scope<'_>) -> Outputs {
 fn outer_of(scope: &mut Scope<'_>, a: Value, b: Value) -> Result<Value, LowerReason> {
     let dtype = promote::common(scope, &[Operand::Tensor(a), Operand::Tensor(b)]);
     let (a, b) = (scope.cast(a, dtype)?, scope.cast(b, dtype)?);
-    let mut column = scope.fact(a).shape;
-    column.push(Dim::Known(1));
-    let a = scope.reshape(a, column)?;
+    let a = scope.column(a)?;
     scope.binary(Binary::Mul, a, b)
 }
 
@@ -141,149 +140,7 @@ fn undo_transpose(scope: &Scope<'_>, x: Value) -> Option<Value> {
     }
 }
 
-/// A tensor with an einsum letter per axis.
-#[derive(Clone)]
-struct Lettered {
-    value: Value,
-    letters: Vec<char>,
-}
-
-impl Lettered {
-    /// Sums over the letters not in `kept_letters`.
-    fn sum_out(mut self, scope: &mut Scope<'_>, kept_letters: &[char]) -> Result<Lettered, LowerReason> {
-        let axes: Vec<usize> =
-            (0..self.letters.len()).filter(|at| !kept_letters.contains(&self.letters[*at])).collect();
-        if !axes.is_empty() {
-            self.value = scope.reduce(ReduceKind::Sum, self.value, &axes, false)?;
-            self.letters.retain(|letter| kept_letters.contains(letter));
-        }
-        Ok(self)
-    }
-
-    fn permute(&self, scope: &mut Scope<'_>, letters: &[char]) -> Result<Value, LowerReason> {
-        let position = |letter: &char| self.letters.iter().position(|l| l == letter);
-        let perm: Option<Vec<usize>> = letters.iter().map(position).collect();
-        let perm = perm.filter(|p| p.len() == self.letters.len());
-        let perm = perm.ok_or_else(|| LowerReason::Inputs("its result has labels that no operand has".to_string()))?;
-        transposed(scope, self.value, perm)
-    }
-
-    /// Multiplies with another operand and contracts the common letters that are not in `kept_letters`.
-    fn contract(self, scope: &mut Scope<'_>, factor: Lettered, kept_letters: &[char]) -> Result<Lettered, LowerReason> {
-        let shared: Vec<char> = self.letters.iter().copied().filter(|l| factor.letters.contains(l)).collect();
-        let batch: Vec<char> = shared.iter().copied().filter(|l| kept_letters.contains(l)).collect();
-        let inner: Vec<char> = shared.iter().copied().filter(|l| !kept_letters.contains(l)).collect();
-        let left: Vec<char> = self.letters.iter().copied().filter(|l| !shared.contains(l)).collect();
-        let right: Vec<char> = factor.letters.iter().copied().filter(|l| !shared.contains(l)).collect();
-        let a = self.permute(scope, &[&batch[..], &left, &inner].concat())?;
-        let b = factor.permute(scope, &[&batch[..], &inner, &right].concat())?;
-        let (a_shape, b_shape) = (scope.fact(a).shape, scope.fact(b).shape);
-        let (n, m, k) = (batch.len(), left.len(), inner.len());
-        let rows = volume(&a_shape[n..n + m])?;
-        let (depth, columns) = (volume(&a_shape[n + m..])?, volume(&b_shape[n + k..])?);
-        let a = scope.reshape(a, [&a_shape[..n], &[rows, depth.clone()]].concat())?;
-        let b = scope.reshape(b, [&b_shape[..n], &[depth, columns]].concat())?;
-        let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[a, b])?;
-        let value = scope.reshape(y, [&a_shape[..n + m], &b_shape[n + k..]].concat())?;
-        Ok(Lettered { value, letters: [batch, left, right].concat() })
-    }
-}
-
-/// Replaces `...` by unused letters; the last of them are common to all operands.
-fn expand_ellipsis(equation: &str, ranks: &[usize]) -> Option<String> {
-    if !equation.contains("...") {
-        return Some(equation.to_string());
-    }
-    let (inputs, result) = match equation.split_once("->") {
-        Some((inputs, result)) => (inputs, Some(result)),
-        None => (equation, None),
-    };
-    let terms: Vec<&str> = inputs.split(',').collect();
-    let widths: Option<Vec<usize>> = terms
-        .iter()
-        .zip(ranks)
-        .map(|(term, rank)| match term.contains("...") {
-            true => rank.checked_sub(term.len() - 3),
-            false => Some(0),
-        })
-        .collect();
-    let widths = widths.filter(|widths| widths.len() == terms.len() && terms.len() == ranks.len())?;
-    let max_width = widths.iter().copied().max()?;
-    let unused_letters: Vec<char> =
-        ('a'..='z').chain('A'..='Z').filter(|letter| !equation.contains(*letter)).take(max_width).collect();
-    let last = |width: usize| unused_letters[max_width - width..].iter().collect::<String>();
-    if unused_letters.len() < max_width {
-        return None;
-    }
-    let spelled_out: Vec<String> =
-        terms.iter().zip(&widths).map(|(term, width)| term.replace("...", &last(*width))).collect();
-    let result = match result {
-        Some(result) => result.replace("...", &last(max_width)),
-        // Without an explicit output: the broadcast axes, then the letters that occur once, sorted.
-        None => {
-            let letters = || inputs.chars().filter(char::is_ascii_alphabetic);
-            let mut unique_letters: Vec<char> =
-                letters().filter(|c| letters().filter(|d| d == c).count() == 1).collect();
-            unique_letters.sort_unstable();
-            last(max_width) + &unique_letters.into_iter().collect::<String>()
-        }
-    };
-    Some(format!("{}->{result}", spelled_out.join(",")))
-}
-
 pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
-    let spelling: String = scope.text("equation", "")?.chars().filter(|c| !c.is_whitespace()).collect();
-    let tensors = scope.values("tensors")?;
-    let ranks: Vec<usize> = tensors.iter().map(|value| scope.fact(*value).rank()).collect();
-    let equation = expand_ellipsis(&spelling, &ranks).ok_or_else(|| {
-        LowerReason::Unsupported(format!("the equation `{}`", crate::text::name::short_name(&spelling)))
-    })?;
-    let (inputs, result) = match equation.split_once("->") {
-        Some((inputs, result)) => (inputs.to_string(), Some(result.to_string())),
-        None => (equation.clone(), None),
-    };
-    let terms: Vec<Vec<char>> = inputs.split(',').map(|term| term.chars().collect()).collect();
-    // Without an explicit output: the letters that occur once, sorted.
-    let result: Vec<char> = match result {
-        Some(result) => result.chars().collect(),
-        None => {
-            let labels = || inputs.chars().filter(|c| *c != ',');
-            let mut unique_letters: Vec<char> = labels().filter(|c| labels().filter(|d| d == c).count() == 1).collect();
-            unique_letters.sort_unstable();
-            unique_letters
-        }
-    };
-    let is_plain = terms.iter().chain([&result]).all(|term| {
-        term.iter().enumerate().all(|(at, letter)| letter.is_ascii_alphabetic() && !term[..at].contains(letter))
-    });
-    if !is_plain || terms.len() != tensors.len() || terms.len() > 64 {
-        return Err(LowerReason::Unsupported(format!("the equation `{}`", crate::text::name::short_name(&equation))));
-    }
-    let mut list = Vec::with_capacity(terms.len());
-    for (letters, value) in terms.into_iter().zip(tensors) {
-        if scope.fact(value).rank() != letters.len() {
-            return Err(LowerReason::Inputs(format!("{} labels for {}", letters.len(), scope.fact(value))));
-        }
-        list.push(Lettered { value, letters });
-    }
-    let mut operands = list.into_iter();
-    let mut product = operands.next().ok_or_else(|| LowerReason::Inputs("it has no operands".to_string()))?;
-    let mut later: Vec<Lettered> = operands.collect();
-    while !later.is_empty() {
-        let next = later.remove(0);
-        let needed_letters = |operand: &Lettered| {
-            let mut kept_letters = result.clone();
-            kept_letters.extend(later.iter().flat_map(|l| l.letters.iter().copied()));
-            kept_letters.extend(operand.letters.iter().copied());
-            kept_letters
-        };
-        let (of_next, of_product) = (needed_letters(&next), needed_letters(&product));
-        product = product.sum_out(scope, &of_next)?;
-        let next = next.sum_out(scope, &of_product)?;
-        let mut kept_letters = result.clone();
-        kept_letters.extend(later.iter().flat_map(|l| l.letters.iter().copied()));
-        product = product.contract(scope, next, &kept_letters)?;
-    }
-    let product = product.sum_out(scope, &result)?;
-    one(product.permute(scope, &result)?)
+    let (equation, tensors) = (scope.text("equation", "")?, scope.values("tensors")?);
+    one(einsum::einsum(scope, &equation, tensors.len(), |_, at| Ok(tensors[at]), Product::Plain)?)
 }

@@ -3,7 +3,7 @@
 use super::{Known, NodeOutputs, Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
-use crate::import::onnx::lower::loss::{Reduction, select_class};
+use crate::import::onnx::lower::loss::{Reduction, of_log_probabilities, select_class};
 use crate::op::{Binary, CrossEntropy, LogSoftmax, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
@@ -16,10 +16,7 @@ pub fn reduction(scope: &Scope<'_>) -> Result<Reduction, LowerReason> {
         0 => Ok(Reduction::None),
         1 => Ok(Reduction::Mean),
         2 => Ok(Reduction::Sum),
-        other => {
-            let expected = "0 (none), 1 (mean) or 2 (sum)";
-            Err(LowerReason::Attribute { name: "reduction", found: other.to_string(), expected })
-        }
+        other => Err(LowerReason::attribute("reduction", other, "0 (none), 1 (mean) or 2 (sum)")),
     }
 }
 
@@ -59,20 +56,12 @@ pub fn cross_entropy(scope: &mut Scope<'_>) -> Outputs {
     one(select_class(scope, logarithm, target, weights, reduction, ignore)?)
 }
 
-/// Negative log-likelihood of log-probabilities. After a log-softmax over the classes, it is the cross-entropy of the
-/// softmax's input.
+/// Negative log-likelihood of log-probabilities.
 pub fn negative_log_likelihood(scope: &mut Scope<'_>) -> Outputs {
     let (logarithm, target) = operands(scope)?;
     let (reduction, ignore) = (reduction(scope)?, Some(scope.int("ignore_index", IGNORED)?));
     let weights = scope.optional("weight")?;
-    let is_log_softmax = scope.graph.node(logarithm.node).op == Op::LogSoftmax(LogSoftmax { axis: 1 });
-    let loss = match is_log_softmax && reduction == Reduction::Mean && weights.is_none() {
-        true => {
-            let logits = scope.graph.inputs(logarithm.node)[0];
-            scope.add(Op::CrossEntropy(CrossEntropy::new(1, ignore)), &[logits, target])?
-        }
-        false => select_class(scope, logarithm, target, weights, reduction, ignore)?,
-    };
+    let loss = of_log_probabilities(scope, logarithm, target, weights, reduction, ignore)?;
     Ok(NodeOutputs::Tensors(vec![Known::Value(loss), Known::Absent("the total weight of a loss")]))
 }
 

@@ -1,16 +1,17 @@
 //! Operators that move or reshape elements. Shape constants of a static export that contain the batch size are opened
 //! by the same rule as in ONNX models.
 
-use super::resize::{self, Edge};
+use super::resize;
 use super::{Outputs, Scope, many, one};
 use crate::import::batch_in_axis::stride_within;
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute::{axes, axis};
 use crate::import::onnx::lower::movement::{broadcast_shape, repeated, transposed};
+use crate::import::onnx::lower::padding::Mode;
 use crate::import::onnx::lower::reshape::target;
 use crate::import::onnx::lower::slice::part;
-use crate::op::{Concat, Flip, Op, Pad};
+use crate::op::{Flip, Op, Pad};
 use crate::tensor::dim::{Dim, volume};
 use crate::text::name::short_name;
 
@@ -124,10 +125,8 @@ pub fn reverse_axes(scope: &mut Scope<'_>) -> Outputs {
 
 pub fn unsqueeze(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
-    let mut shape = scope.fact(x).shape;
-    let at = scope.axis("dim", 0, shape.len() + 1)?;
-    shape.insert(at, Dim::Known(1));
-    one(scope.reshape(x, shape)?)
+    let at = scope.axis("dim", 0, scope.fact(x).rank() + 1)?;
+    one(scope.unsqueeze(x, at)?)
 }
 
 /// Removes axes of size 1: the given ones that have that size, or all.
@@ -189,26 +188,18 @@ pub fn concat(scope: &mut Scope<'_>) -> Outputs {
         *part = scope.cast(*part, dtype.unwrap_or(scope.fact(first).dtype))?;
     }
     scope.align_batch(&mut parts, Some(axis))?;
-    match parts.as_slice() {
-        [only] => one(*only),
-        _ => one(scope.add(Op::Concat(Concat { axis }), &parts)?),
-    }
+    one(scope.concat(&parts, axis)?)
 }
 
 pub fn stack(scope: &mut Scope<'_>) -> Outputs {
-    let mut parts = scope.values("tensors")?;
+    let parts = scope.values("tensors")?;
     let Some(&first) = parts.first() else { return Err(LowerReason::Inputs("it stacks no tensors".to_string())) };
-    let fact = scope.fact(first);
-    let axis = scope.axis("dim", 0, fact.rank() + 1)?;
-    for part in &mut parts {
-        let mut shape = scope.fact(*part).shape;
-        if shape.len() != fact.rank() {
-            return Err(LowerReason::Inputs("it stacks tensors of different ranks".to_string()));
-        }
-        shape.insert(axis, Dim::Known(1));
-        *part = scope.reshape(*part, shape)?;
+    let rank = scope.fact(first).rank();
+    let axis = scope.axis("dim", 0, rank + 1)?;
+    if parts.iter().any(|part| scope.fact(*part).rank() != rank) {
+        return Err(LowerReason::Inputs("it stacks tensors of different ranks".to_string()));
     }
-    one(if parts.len() == 1 { parts[0] } else { scope.add(Op::Concat(Concat { axis }), &parts)? })
+    one(scope.stack(&parts, axis)?)
 }
 
 pub fn flip(scope: &mut Scope<'_>) -> Outputs {
@@ -222,9 +213,9 @@ pub fn flip(scope: &mut Scope<'_>) -> Outputs {
 pub fn pad(scope: &mut Scope<'_>) -> Outputs {
     match scope.text("mode", "constant")?.as_str() {
         "constant" => {}
-        "reflect" => return resize::pad(scope, Edge::Reflect, "pad"),
-        "replicate" => return resize::pad(scope, Edge::Replicate, "pad"),
-        "circular" => return resize::pad(scope, Edge::Circular, "pad"),
+        "reflect" => return resize::pad(scope, Mode::Reflect, "pad"),
+        "replicate" => return resize::pad(scope, Mode::Edge, "pad"),
+        "circular" => return resize::pad(scope, Mode::Wrap, "pad"),
         other => return Err(LowerReason::Unsupported(format!("padding of mode `{}`", short_name(other)))),
     }
     let mut x = scope.value("self")?;

@@ -1,14 +1,14 @@
 //! Normalisations.
 
-use super::reduce::reduce_norm;
 use super::{Known, NodeOutputs, Outputs, Scope, one};
 use crate::graph::MovingAverage;
 use crate::import::build::Build;
-use crate::import::lower_error::LowerReason;
+use crate::import::formula::formula;
+use crate::import::lower_error::{LowerReason, at_least_one};
+use crate::import::norm::{grouped, norm, root_mean_square};
 use crate::import::onnx::lower::attribute;
-use crate::import::onnx::lower::norm::{filled, grouped};
 use crate::import::onnx::lower::window::with_bias;
-use crate::op::{BatchNorm, Binary, LayerNorm, Op, ReduceKind, Unary, Value};
+use crate::op::{BatchNorm, Binary, LayerNorm, Op, Value};
 use crate::tensor::dim::Dim;
 
 /// The first normalised axis and the sizes, from argument `normalized_shape`.
@@ -25,14 +25,8 @@ pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("input")?;
     let (axis, dims) = normalized_axes(scope, x)?;
     let dtype = scope.fact(x).dtype;
-    let scale = match scope.optional("weight")? {
-        Some(scale) => scale,
-        None => filled(scope, dtype, &dims, 1.0)?,
-    };
-    let bias = match scope.optional("bias")? {
-        Some(bias) => bias,
-        None => filled(scope, dtype, &dims, 0.0)?,
-    };
+    let scale = scope.optional_or("weight", dtype, &dims, 1.0)?;
+    let bias = scope.optional_or("bias", dtype, &dims, 0.0)?;
     let epsilon = scope.float("eps", 1e-5)?;
     super::many(scope.add_all(Op::LayerNorm(LayerNorm { axis, epsilon }), &[x, scale, bias])?)
 }
@@ -41,13 +35,8 @@ pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
 pub fn rms_norm(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("input")?;
     let (axis, _) = normalized_axes(scope, x)?;
-    let fact = scope.fact(x);
     let epsilon = scope.float("eps", f64::from(f32::EPSILON))?;
-    let square = scope.binary(Binary::Mul, x, x)?;
-    let mean = scope.reduce(ReduceKind::Mean, square, &(axis..fact.rank()).collect::<Vec<_>>(), true)?;
-    let shifted = scope.with_number(Binary::Add, mean, epsilon)?;
-    let rsqrt = scope.unary(Unary::Rsqrt, shifted)?;
-    let y = scope.binary(Binary::Mul, x, rsqrt)?;
+    let y = root_mean_square(scope, x, axis, epsilon)?;
     one(match scope.optional("weight")? {
         Some(weight) => scope.binary(Binary::Mul, y, weight)?,
         None => y,
@@ -66,11 +55,7 @@ fn affine(scope: &mut Scope<'_>, mut y: Value) -> Result<Value, LowerReason> {
 
 /// Group normalisation; `groups` is the name of the argument for the group count.
 pub fn group_norm(scope: &mut Scope<'_>, groups: &'static str) -> Outputs {
-    let count = scope.int(groups, 0)?;
-    if count < 1 {
-        let expected = "an integer of at least 1";
-        return Err(LowerReason::Attribute { name: groups, found: count.to_string(), expected });
-    }
+    let count = at_least_one(groups, scope.int(groups, 0)?)?;
     let x = scope.value("input")?;
     let epsilon = scope.float("eps", 1e-5)?;
     let y = grouped(scope, x, Dim::Known(count), epsilon)?;
@@ -103,9 +88,10 @@ pub fn weight_norm(scope: &mut Scope<'_>) -> Outputs {
         axis => Some(attribute::axis(axis, rank)?),
     };
     let axes: Vec<usize> = (0..rank).filter(|axis| Some(*axis) != kept).collect();
-    let length = reduce_norm(scope, v, 2.0, &axes, true)?;
-    let factor = scope.binary(Binary::Div, g, length)?;
-    one(scope.binary(Binary::Mul, v, factor)?)
+    one(formula(scope, [v, g], |[v, g]| {
+        let length = norm(v, 2.0, &axes, true);
+        v * (g / length)
+    })?)
 }
 
 /// Batch normalisation. In training it uses batch statistics and updates the running ones; otherwise it uses the
@@ -123,14 +109,8 @@ pub fn batch_norm(scope: &mut Scope<'_>, training: bool) -> Outputs {
         let y = normalise_with_stored(scope, x, epsilon)?;
         return Ok(NodeOutputs::Tensors(vec![Known::Value(y), absent, absent, absent, absent]));
     }
-    let scale = match scope.optional("weight")? {
-        Some(scale) => scale,
-        None => filled(scope, fact.dtype, std::slice::from_ref(&channels), 1.0)?,
-    };
-    let bias = match scope.optional("bias")? {
-        Some(bias) => bias,
-        None => filled(scope, fact.dtype, &[channels], 0.0)?,
-    };
+    let scale = scope.optional_or("weight", fact.dtype, std::slice::from_ref(&channels), 1.0)?;
+    let bias = scope.optional_or("bias", fact.dtype, &[channels], 0.0)?;
     let outputs = scope.add_all(Op::BatchNorm(BatchNorm { epsilon }), &[x, scale, bias])?;
     if training {
         for (name, sample) in [("running_mean", outputs[1]), ("running_var", outputs[2])] {
@@ -172,8 +152,7 @@ fn normalise_with_stored(scope: &mut Scope<'_>, x: Value, epsilon: f64) -> Resul
     };
     let (mean, variance) = (stored("running_mean")?, stored("running_var")?);
     let centred = with_bias(scope, Binary::Sub, x, mean)?;
-    let shifted = scope.with_number(Binary::Add, variance, epsilon)?;
-    let rstd = scope.unary(Unary::Rsqrt, shifted)?;
+    let rstd = formula(scope, [variance], |[variance]| (variance + epsilon).rsqrt())?;
     let y = with_bias(scope, Binary::Mul, centred, rstd)?;
     scope.ledger.stored_statistics.push(scope.origin.source.clone());
     affine(scope, y)

@@ -5,10 +5,12 @@
 
 use super::elementwise::identity;
 use super::{Known, NodeOutputs, Outputs, Scope, one};
+use crate::import::activation;
 use crate::import::build::Build;
+use crate::import::formula::formula;
 use crate::import::lower_error::LowerReason;
 use crate::import::random;
-use crate::op::{Binary, Broadcast, Compare, Dropout, Op, TopK, Unary, Value};
+use crate::op::{Binary, Broadcast, Dropout, Op, TopK, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
@@ -65,10 +67,7 @@ pub fn alpha_dropout(scope: &mut Scope<'_>, channels: bool) -> Outputs {
         return one(scope.broadcast(zero, fact.shape)?);
     }
     let scale = 1.0 / ((1.0 - p) * (1.0 + p * SATURATION * SATURATION)).sqrt();
-    let saturated = scope.scalar(fact.dtype, -SATURATION)?;
-    let y = scope.select(mask, x, saturated)?;
-    let y = scope.with_number(Binary::Mul, y, scale)?;
-    one(scope.with_number(Binary::Add, y, scale * SATURATION * p)?)
+    one(formula(scope, [mask, x], |[mask, x]| mask.select(x, -SATURATION) * scale + scale * SATURATION * p)?)
 }
 
 /// Bernoulli samples; the probability is argument `p`, or else the operand's elements.
@@ -147,8 +146,7 @@ pub fn normal(scope: &mut Scope<'_>) -> Outputs {
         values.push(value);
     }
     let samples = random::normal(scope, DType::F32, &shape, 0.0, 1.0)?;
-    let scaled = scope.binary(Binary::Mul, samples, values[1])?;
-    one(scope.binary(Binary::Add, scaled, values[0])?)
+    one(formula(scope, [samples, values[0], values[1]], |[samples, mean, deviation]| samples * deviation + mean)?)
 }
 
 /// Exponential samples: `-ln(1 - u)/λ`.
@@ -156,10 +154,7 @@ pub fn exponential(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of("self")?;
     let rate = scope.float("lambd", 1.0)?;
     let samples = random::uniform(scope, fact.dtype, &fact.shape)?;
-    let one_value = scope.scalar(fact.dtype, 1.0)?;
-    let complement = scope.binary(Binary::Sub, one_value, samples)?;
-    let log = scope.unary(Unary::Log, complement)?;
-    one(scope.with_number(Binary::Mul, log, -1.0 / rate)?)
+    one(formula(scope, [samples], |[samples]| (1.0 - samples).log() * (-1.0 / rate))?)
 }
 
 /// `rrelu`: `x > 0 ? x : slope·x`; the slope is random per element in training and the mean slope otherwise.
@@ -171,8 +166,5 @@ pub fn leaky(scope: &mut Scope<'_>) -> Outputs {
         true => random::uniform_between(scope, fact.dtype, &fact.shape, range)?,
         false => scope.scalar(fact.dtype, (range[0] + range[1]) / 2.0)?,
     };
-    let zero = scope.scalar(fact.dtype, 0.0)?;
-    let positive = scope.compare(Compare::Less, zero, x)?;
-    let scaled = scope.binary(Binary::Mul, x, slope)?;
-    one(scope.select(positive, x, scaled)?)
+    one(formula(scope, [x, slope], |[x, slope]| activation::leaky_relu(x, slope))?)
 }

@@ -7,10 +7,10 @@
 use super::{Outputs, Scope, many};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
+use crate::import::norm::filled;
 use crate::import::onnx::lower::movement::transposed;
-use crate::import::onnx::lower::norm::filled;
 use crate::import::onnx::lower::slice::part;
-use crate::op::{Activation, Concat, Dropout, Gru, Lstm, Op, Rnn, Value};
+use crate::op::{Activation, Dropout, Gru, Lstm, Op, Rnn, Value};
 use crate::tensor::dim::Dim;
 
 /// Limit on the layers of one operator.
@@ -115,24 +115,13 @@ impl Stack {
                 sequences.push(outputs[0]);
                 last.push(outputs[1..].to_vec());
             }
-            x = match sequences[..] {
-                [one] => one,
-                _ => scope.add(Op::Concat(Concat { axis: 2 }), &sequences)?,
-            };
+            x = scope.concat(&sequences, 2)?;
         }
         let y = if self.batch_first { transposed(scope, x, vec![1, 0, 2])? } else { x };
         let mut results = vec![y];
         for state in 0..last.first().map_or(0, Vec::len) {
-            let mut parts = Vec::with_capacity(last.len());
-            for h in &last {
-                let mut shape = scope.fact(h[state]).shape;
-                shape.insert(0, Dim::Known(1));
-                parts.push(scope.reshape(h[state], shape)?);
-            }
-            results.push(match parts[..] {
-                [one] => one,
-                _ => scope.add(Op::Concat(Concat { axis: 0 }), &parts)?,
-            });
+            let parts: Vec<Value> = last.iter().map(|states| states[state]).collect();
+            results.push(scope.stack(&parts, 0)?);
         }
         many(results)
     }
@@ -173,10 +162,7 @@ pub fn cell(scope: &mut Scope<'_>, states: usize, op: Op) -> Outputs {
     let wide = scope.fact(w_ih).shape.first().cloned().unwrap_or(Dim::Known(1));
     let mut inputs = vec![scope.reshape(x, sequence)?, w_ih, w_hh];
     for name in ["b_ih", "b_hh"] {
-        inputs.push(match scope.optional(name)? {
-            Some(bias) => bias,
-            None => filled(scope, dtype, std::slice::from_ref(&wide), 0.0)?,
-        });
+        inputs.push(scope.optional_or(name, dtype, std::slice::from_ref(&wide), 0.0)?);
     }
     match states {
         1 => inputs.push(scope.value("hx")?),

@@ -2,9 +2,11 @@
 
 use super::{Known, NodeOutputs, Outputs, Scope, many, one, promote};
 use crate::import::build::Build;
+use crate::import::formula::{formula, formulas};
 use crate::import::lower_error::LowerReason;
+use crate::import::norm;
 use crate::import::onnx::lower::reduce::first_extreme;
-use crate::op::{ArgReduce, Binary, Compare, Iota, LogSoftmax, Op, ReduceKind, Softmax, Unary, Value};
+use crate::op::{ArgReduce, Binary, Compare, Iota, LogSoftmax, Op, ReduceKind, Softmax, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
@@ -75,14 +77,13 @@ pub fn arg_extreme(scope: &mut Scope<'_>, largest: bool) -> Outputs {
 pub fn any_or_all(scope: &mut Scope<'_>, is_all: bool) -> Outputs {
     let x = scope.value("self")?;
     let (axes, keep) = axes(scope, scope.fact(x).rank())?;
-    let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
-    let is_zero = scope.compare(Compare::Equal, x, zero)?;
-    let counts = scope.cast(is_zero, DType::I64)?;
     // The maximum of `is zero` is 1 if any element is zero; the minimum is 1 if all are.
     let kind = if is_all { ReduceKind::Max } else { ReduceKind::Min };
-    let total = if axes.is_empty() { counts } else { scope.reduce(kind, counts, &axes, keep)? };
-    let zero = scope.scalar(DType::I64, 0.0)?;
-    one(scope.compare(Compare::Equal, total, zero)?)
+    one(formula(scope, [x], |[x]| {
+        let counts = x.equals(0.0).cast(DType::I64);
+        let total = if axes.is_empty() { counts } else { counts.reduce(kind, &axes, keep) };
+        total.equals(0.0)
+    })?)
 }
 
 /// Variance, or standard deviation with `with_root`; `with_mean` adds the mean as a second output.
@@ -95,20 +96,20 @@ pub fn variance(scope: &mut Scope<'_>, with_root: bool, with_mean: bool) -> Outp
         false => 0.0,
     };
     let count = volume(&axes.iter().map(|&a| fact.shape[a].clone()).collect::<Vec<_>>())?;
-    let mean = scope.reduce(ReduceKind::Mean, x, &axes, true)?;
-    let centred = scope.binary(Binary::Sub, x, mean)?;
-    let square = scope.binary(Binary::Mul, centred, centred)?;
-    let mut y = scope.reduce(ReduceKind::Mean, square, &axes, keep)?;
+    let [mean, mut y] = formulas(scope, [x], |[x]| {
+        let mean = x.mean(&axes, true);
+        [mean, (x - mean).squared().mean(&axes, keep)]
+    })?;
     if correction != 0.0 {
         y = match count.known() {
             Some(n) => scope.with_number(Binary::Mul, y, n as f64 / (n as f64 - correction).max(0.0))?,
             None => {
                 let n = Build::size(scope, &count)?;
-                let n = scope.cast(n, fact.dtype)?;
-                let freedom = scope.with_number(Binary::Sub, n, correction)?;
-                let freedom = scope.with_number(Binary::Max, freedom, 0.0)?;
-                let square_sum = scope.binary(Binary::Mul, y, n)?;
-                scope.binary(Binary::Div, square_sum, freedom)?
+                formula(scope, [y, n], |[y, n]| {
+                    let n = n.cast(fact.dtype);
+                    let freedom = (n - correction).max(0.0);
+                    y * n / freedom
+                })?
             }
         };
     }
@@ -129,7 +130,7 @@ pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
     one(scope.log_sum_exp(x, &axes, keep)?)
 }
 
-/// `(Σ |x|^order)^(1/order)`, including orders 0 and ±∞.
+/// The norm of a value; see [`norm::norm`].
 pub fn reduce_norm(
     scope: &mut Scope<'_>,
     x: Value,
@@ -137,31 +138,7 @@ pub fn reduce_norm(
     axes: &[usize],
     keep: bool,
 ) -> Result<Value, LowerReason> {
-    let size = scope.unary(Unary::Abs, x)?;
-    if order == 1.0 {
-        scope.reduce(ReduceKind::Sum, size, axes, keep)
-    } else if order == 2.0 {
-        let square = scope.binary(Binary::Mul, x, x)?;
-        let sum = scope.reduce(ReduceKind::Sum, square, axes, keep)?;
-        scope.root(sum, 2.0)
-    } else if order == f64::INFINITY {
-        scope.reduce(ReduceKind::Max, size, axes, keep)
-    } else if order == f64::NEG_INFINITY {
-        scope.reduce(ReduceKind::Min, size, axes, keep)
-    } else if order == 0.0 {
-        let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
-        let is_zero = scope.compare(Compare::Equal, x, zero)?;
-        let is_not = scope.unary(Unary::Not, is_zero)?;
-        let nonzero = scope.cast(is_not, scope.fact(x).dtype)?;
-        scope.reduce(ReduceKind::Sum, nonzero, axes, keep)
-    } else {
-        let power = scope.with_number(Binary::Pow, size, order)?;
-        let sum = scope.reduce(ReduceKind::Sum, power, axes, keep)?;
-        match order > 0.0 {
-            true => scope.root(sum, order),
-            false => scope.with_number(Binary::Pow, sum, 1.0 / order),
-        }
-    }
+    formula(scope, [x], |[x]| norm::norm(x, order, axes, keep))
 }
 
 pub fn vector_norm(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
@@ -187,29 +164,19 @@ pub fn matrix_norm(scope: &mut Scope<'_>) -> Outputs {
 /// `nansum` or `nanmean`.
 pub fn of_numbers(scope: &mut Scope<'_>, mean: bool) -> Outputs {
     let x = operand(scope, ReduceKind::Sum)?;
-    let dtype = scope.fact(x).dtype;
-    let is_number = scope.compare(Compare::Equal, x, x)?;
-    let zero = scope.scalar(dtype, 0.0)?;
-    let numbers = scope.select(is_number, x, zero)?;
     let (axes, keep) = axes(scope, scope.fact(x).rank())?;
-    let sum = scope.reduce(ReduceKind::Sum, numbers, &axes, keep)?;
-    if !mean {
-        return one(sum);
-    }
-    let number_flags = scope.cast(is_number, dtype)?;
-    let count = scope.reduce(ReduceKind::Sum, number_flags, &axes, keep)?;
-    one(scope.binary(Binary::Div, sum, count)?)
+    one(formula(scope, [x], |[x]| {
+        let is_number = x.equals(x);
+        let sum = is_number.select(x, 0.0).sum(&axes, keep);
+        if mean { sum / is_number.cast(x.dtype()).sum(&axes, keep) } else { sum }
+    })?)
 }
 
 /// `count_nonzero`.
 pub fn count(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let (axes, _) = axes(scope, scope.fact(x).rank())?;
-    let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
-    let is_zero = scope.compare(Compare::Equal, x, zero)?;
-    let is_not = scope.unary(Unary::Not, is_zero)?;
-    let nonzero = scope.cast(is_not, DType::I64)?;
-    one(scope.reduce(ReduceKind::Sum, nonzero, &axes, false)?)
+    one(formula(scope, [x], |[x]| (!x.equals(0.0)).cast(DType::I64).sum(&axes, false))?)
 }
 
 pub fn min_max(scope: &mut Scope<'_>) -> Outputs {
@@ -253,23 +220,22 @@ pub fn histogram(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.reshape(x, vec![volume(&fact.shape)?])?;
     let (low, high) = match low == high {
         true => {
-            let (low, high) =
-                (scope.reduce(ReduceKind::Min, x, &[0], false)?, scope.reduce(ReduceKind::Max, x, &[0], false)?);
-            // If all elements are equal, the limits are widened by one on both sides.
-            let is_one = scope.compare(Compare::Equal, low, high)?;
-            let margin = scope.cast(is_one, dtype)?;
-            (scope.binary(Binary::Sub, low, margin)?, scope.binary(Binary::Add, high, margin)?)
+            let [low, high] = formulas(scope, [x], |[x]| {
+                let (low, high) = (x.reduce(ReduceKind::Min, &[0], false), x.reduce(ReduceKind::Max, &[0], false));
+                // If all elements are equal, the limits are widened by one on both sides.
+                let margin = low.equals(high).cast(dtype);
+                [low - margin, high + margin]
+            })?;
+            (low, high)
         }
         false => (scope.scalar(dtype, low)?, scope.scalar(dtype, high)?),
     };
-    let width = scope.binary(Binary::Sub, high, low)?;
-    let from = scope.binary(Binary::Sub, x, low)?;
-    let scaled = scope.with_number(Binary::Mul, from, bins as f64)?;
-    let bin = scope.binary(Binary::Div, scaled, width)?;
-    let bin = scope.unary(Unary::Floor, bin)?;
-    let last = scope.scalar(dtype, bins as f64 - 1.0)?;
-    let is_end = scope.compare(Compare::Equal, x, high)?;
-    let bin = scope.select(is_end, last, bin)?;
+    let bin = formula(scope, [x, low, high], |[x, low, high]| {
+        let width = high - low;
+        let bin = ((x - low) * bins as f64 / width).floor();
+        let last = x.number(bins as f64 - 1.0);
+        x.equals(high).select(last, bin)
+    })?;
     let column = scope.reshape(bin, vec![volume(&fact.shape)?, Dim::Known(1)])?;
     let spans = Fact::new(dtype, vec![Dim::Known(bins)]);
     let spans = scope.add(Op::Iota(Iota { fact: spans, axis: 0 }), &[])?;

@@ -2,14 +2,16 @@
 //! do not tile. Axes are processed one after another. Nearest-neighbour resizing and padding from the image are
 //! gathers.
 
-use super::{Known, NodeOutputs, Outputs, Scope, one};
+use super::{Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::grid::{self, GridSampling, Padding};
-use crate::import::onnx::lower::movement::transposed;
+use crate::import::onnx::lower::interpolate::Filter;
+use crate::import::onnx::lower::movement::swapped;
+use crate::import::onnx::lower::padding::Mode;
 use crate::import::onnx::lower::reduce::first_extreme;
 use crate::import::onnx::lower::slice::part;
-use crate::op::{Concat, Gather, MatMul, Op, Value};
+use crate::op::{Gather, MatMul, Op, Value};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Dim;
 
@@ -98,13 +100,7 @@ impl Axis {
 
 /// Keys' cubic convolution.
 fn cubic(t: f64, a: f64) -> f64 {
-    if t <= 1.0 {
-        ((a + 2.0) * t - (a + 3.0)) * t * t + 1.0
-    } else if t < 2.0 {
-        ((a * t - 5.0 * a) * t + 8.0 * a) * t - 4.0 * a
-    } else {
-        0.0
-    }
+    Filter { cubic: Some(a), antialias: false, exclude_outside: false }.weight(t)
 }
 
 /// Multiplies every slice along `axis` by the matrix with these rows.
@@ -127,11 +123,9 @@ pub fn mixed(
     }
     let matrix = scope.constant(Tensor::from_f64(&[rows.len(), from as usize], &matrix).cast(fact.dtype))?;
     let last = fact.rank() - 1;
-    let mut perm: Vec<usize> = (0..fact.rank()).collect();
-    perm.swap(axis, last);
-    let permuted = transposed(scope, x, perm.clone())?;
+    let permuted = swapped(scope, x, axis, last)?;
     let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[permuted, matrix])?;
-    transposed(scope, y, perm)
+    swapped(scope, y, axis, last)
 }
 
 fn side(dim: &Dim) -> Result<i64, LowerReason> {
@@ -232,23 +226,13 @@ pub fn adaptive(scope: &mut Scope<'_>, mut x: Value, output_size: &[Dim], larges
             let window = part(scope, x, axis, Dim::Known(low), Dim::Known(high))?;
             parts.push(first_extreme(scope, window, axis, true)?[0]);
         }
-        x = if let [part] = parts[..] { part } else { scope.add(Op::Concat(Concat { axis }), &parts)? };
+        x = scope.concat(&parts, axis)?;
     }
     Ok(x)
 }
 
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Edge {
-    /// Mirrored around the edge element.
-    Reflect,
-    /// The edge element repeated.
-    Replicate,
-    /// Wrapped around.
-    Circular,
-}
-
 /// Padding from the image itself; pairs from the last axis on, negative values crop.
-pub fn pad(scope: &mut Scope<'_>, edge: Edge, name: &'static str) -> Outputs {
+pub fn pad(scope: &mut Scope<'_>, edge: Mode, name: &'static str) -> Outputs {
     let mut x = scope.value("self")?;
     let pads = scope.ints(name)?.unwrap_or_default();
     let rank = scope.fact(x).rank();
@@ -264,18 +248,9 @@ pub fn pad(scope: &mut Scope<'_>, edge: Edge, name: &'static str) -> Outputs {
         if pair.iter().any(|p| p.saturating_abs() > MOST) {
             return Err(LowerReason::Inputs(format!("paddings of {pads:?}")));
         }
-        let source_of = |at: i64| match edge {
-            Edge::Replicate => at.clamp(0, size - 1),
-            Edge::Circular => at.rem_euclid(size),
-            Edge::Reflect if size == 1 => 0,
-            Edge::Reflect => {
-                let offset = at.rem_euclid(2 * (size - 1));
-                offset.min(2 * (size - 1) - offset)
-            }
-        };
-        let indices: Vec<i64> = (-pair[0]..size + pair[1]).map(source_of).collect();
+        let indices: Vec<i64> = (-pair[0]..size + pair[1]).map(|at| edge.source(at, size)).collect();
         let index = scope.constant(Tensor::from_i64(&[indices.len()], &indices))?;
         x = scope.add(Op::Gather(Gather { axis }), &[x, index])?;
     }
-    Ok(NodeOutputs::Tensors(vec![Known::Value(x)]))
+    one(x)
 }

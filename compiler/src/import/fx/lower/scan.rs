@@ -2,10 +2,11 @@
 
 use super::{Known, NodeOutputs, Outputs, Scope, many, one};
 use crate::import::build::Build;
-use crate::import::lower_error::LowerReason;
+use crate::import::formula::formula;
+use crate::import::lower_error::{LowerReason, at_least_one};
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::slice::part;
-use crate::op::{Binary, Compare, Cumulative, CumulativeKind, Op, ReduceKind, TopK, Value};
+use crate::op::{Compare, Cumulative, CumulativeKind, Op, ReduceKind, TopK, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
@@ -93,10 +94,7 @@ fn kth_smallest(scope: &mut Scope<'_>, x: Value, axis: usize, k: i64, keep: bool
 pub fn kth(scope: &mut Scope<'_>) -> Outputs {
     let (x, axis, has_axes) = read_axis(scope, -1)?;
     let keep = scope.flag("keepdim", false)? && has_axes;
-    let k = scope.int("k", 1)?;
-    if k < 1 {
-        return Err(LowerReason::Attribute { name: "k", found: k.to_string(), expected: "an integer of at least 1" });
-    }
+    let k = at_least_one("k", scope.int("k", 1)?)?;
     let outputs = kth_smallest(scope, x, axis, k, keep)?;
     many(outputs)
 }
@@ -121,15 +119,12 @@ pub fn median(scope: &mut Scope<'_>) -> Outputs {
     }
     // All elements equal to the median share its gradient. What they add to a finite median is 0.
     let median = scope.stop_gradient(outputs[0])?;
-    let (equal, offset) = (scope.compare(Compare::Equal, x, median)?, scope.binary(Binary::Sub, x, median)?);
-    let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
-    let offset = scope.select(equal, offset, zero)?;
-    let flags = scope.cast(equal, scope.fact(x).dtype)?;
-    let [offset, share] = [offset, flags].map(|part| scope.reduce(ReduceKind::Mean, part, &[0], false));
-    let mean = scope.binary(Binary::Div, offset?, share?)?;
-    let sum = scope.binary(Binary::Add, median, mean)?;
-    let is_finite = scope.compare(Compare::Equal, sum, median)?;
-    one(scope.select(is_finite, sum, median)?)
+    one(formula(scope, [x, median], |[x, median]| {
+        let (equal, offset) = (x.equals(median), x - median);
+        let (offset, flags) = (equal.select(offset, 0.0), equal.cast(x.dtype()));
+        let sum = median + offset.mean(&[0], false) / flags.mean(&[0], false);
+        sum.equals(median).select(sum, median)
+    })?)
 }
 
 /// `bucketize` or `searchsorted`: the number of boundaries before each value.
@@ -146,14 +141,10 @@ pub fn bucket(scope: &mut Scope<'_>, values: &'static str, boundaries: &'static 
     let (fact, steps) = (scope.fact(x), scope.fact(bounds));
     let dtype = super::promote::promote(fact.dtype, steps.dtype);
     let (x, mut bounds) = (scope.cast(x, dtype)?, scope.cast(bounds, dtype)?);
-    let mut column = fact.shape.clone();
-    column.push(Dim::Known(1));
-    let x = scope.reshape(x, column)?;
+    let x = scope.column(x)?;
     if steps.rank() > 1 {
         // One row of boundaries per row of values.
-        let mut shape = steps.shape.clone();
-        shape.insert(steps.rank() - 1, Dim::Known(1));
-        bounds = scope.reshape(bounds, shape)?;
+        bounds = scope.unsqueeze(bounds, steps.rank() - 1)?;
     }
     let op = if right { Compare::LessEqual } else { Compare::Less };
     let before = scope.compare(op, bounds, x)?;

@@ -1,19 +1,18 @@
 //! Operators that write elements at indices. Each becomes a core scatter, along one axis or into the flattened tensor.
 
-use super::index::{Indexed, flatten_index};
+use super::index::Indexed;
 use super::{Outputs, Scope, one, promote};
 use crate::import::batched;
 use crate::import::build::Build;
+use crate::import::formula::formula;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
-use crate::import::onnx::lower::movement::transposed;
+use crate::import::onnx::lower::gather::{element_places, number};
+use crate::import::onnx::lower::movement::{permuted_back, transposed};
 use crate::import::onnx::lower::scatter::into_flat;
-use crate::import::onnx::lower::slice::clamp_index;
+use crate::import::onnx::lower::slice::{clamp_index, full_slice, part};
 use crate::import::symbolic_batch::with_batch_of;
-use crate::op::{
-    Binary, Compare, Concat, Cumulative, CumulativeKind, Gather, Iota, Op, ReduceKind, Scatter, ScatterKind, Unary,
-    Value,
-};
+use crate::op::{Binary, Cumulative, CumulativeKind, Gather, Op, Scatter, ScatterKind, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
@@ -23,7 +22,7 @@ fn updates(scope: &mut Scope<'_>, index: &Fact, dtype: DType) -> Result<Value, L
     if scope.has("src") {
         let source = scope.value("src")?;
         let source = scope.cast(source, dtype)?;
-        let mut slice = crate::import::onnx::lower::slice::full_slice(&scope.fact(source).shape);
+        let mut slice = full_slice(&scope.fact(source).shape);
         if slice.end.len() != index.rank() {
             return Err(LowerReason::Inputs(format!("updates {} for indices {index}", scope.fact(source))));
         }
@@ -62,7 +61,7 @@ pub fn scatter(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
     {
         return one(batched::scatter_add(scope, x, slices, updates, axis)?);
     }
-    let flat_index = flatten_index(scope, &fact.shape, index, axis)?;
+    let flat_index = element_places(scope, &fact.shape, index, axis)?;
     let start = if includes_self { x } else { reset_targets(scope, kind, x, flat_index, &shape)? };
     let y = into_flat(scope, kind, start, flat_index, updates)?;
     if named != "mean" {
@@ -134,11 +133,7 @@ pub fn index_put(scope: &mut Scope<'_>) -> Outputs {
     let kind = if accumulate { ScatterKind::Add } else { ScatterKind::Replace };
     let y = scope.add(Op::Scatter(Scatter { kind, axis: lead }), &[reshaped, flat_index, values])?;
     let y = scope.reshape(y, permuted_shape)?;
-    let mut inverse = vec![0; perm.len()];
-    for (at, from) in perm.iter().enumerate() {
-        inverse[*from] = at;
-    }
-    one(transposed(scope, y, inverse)?)
+    one(permuted_back(scope, y, &perm)?)
 }
 
 /// `mask ? value : x` with a single value.
@@ -166,7 +161,7 @@ pub fn masked_scatter(scope: &mut Scope<'_>) -> Outputs {
     let flat_index = scope.add(Op::Cumulative(sum), &[counts])?;
     // Unselected elements after the last one may read any index.
     let last = volume(&scope.fact(source).shape)?.sub(&Dim::Known(1))?;
-    let last = crate::import::onnx::lower::gather::number(scope, &last)?;
+    let last = number(scope, &last)?;
     let flat_index = scope.binary(Binary::Min, flat_index, last)?;
     let source = scope.reshape(source, vec![volume(&scope.fact(source).shape)?])?;
     let values = scope.add(Op::Gather(Gather { axis: 0 }), &[source, flat_index])?;
@@ -219,17 +214,17 @@ pub fn write_slice(
     if step == 1 {
         let mut parts = Vec::with_capacity(3);
         if !begin.is(0) {
-            parts.push(crate::import::onnx::lower::slice::part(scope, x, axis, Dim::Known(0), begin.clone())?);
+            parts.push(part(scope, x, axis, Dim::Known(0), begin.clone())?);
         }
         parts.push(source);
         if end != shape[axis] {
-            parts.push(crate::import::onnx::lower::slice::part(scope, x, axis, end, shape[axis].clone())?);
+            parts.push(part(scope, x, axis, end, shape[axis].clone())?);
         }
-        return if let [part] = parts[..] { Ok(part) } else { scope.add(Op::Concat(Concat { axis }), &parts) };
+        return scope.concat(&parts, axis);
     }
-    let mut index = scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![count]), axis: 0 }), &[])?;
+    let mut index = scope.count(1, 0, &count)?;
     index = scope.with_number(Binary::Mul, index, step as f64)?;
-    let begin = crate::import::onnx::lower::gather::number(scope, begin)?;
+    let begin = number(scope, begin)?;
     index = scope.binary(Binary::Add, index, begin)?;
     scope.add(Op::Scatter(Scatter { kind: ScatterKind::Replace, axis }), &[x, index, source])
 }
@@ -269,14 +264,10 @@ pub fn one_hot(scope: &mut Scope<'_>) -> Outputs {
     if classes < 0 {
         return Err(LowerReason::NotConstant { what: "the number of classes" });
     }
-    let mut shape = scope.fact(x).shape;
-    let row = Fact::new(DType::I64, vec![Dim::Known(classes)]);
-    let class_index = scope.add(Op::Iota(Iota { fact: row, axis: 0 }), &[])?;
-    shape.push(Dim::Known(1));
+    let class_index = scope.count(1, 0, &Dim::Known(classes))?;
     let x = scope.cast(x, DType::I64)?;
-    let x = scope.reshape(x, shape)?;
-    let is_class = scope.compare(Compare::Equal, x, class_index)?;
-    one(scope.cast(is_class, DType::I64)?)
+    let x = scope.column(x)?;
+    one(formula(scope, [x, class_index], |[x, class_index]| x.equals(class_index).cast(DType::I64))?)
 }
 
 /// `isin`.
@@ -284,16 +275,11 @@ pub fn is_in(scope: &mut Scope<'_>) -> Outputs {
     let (x, list) = (scope.value("elements")?, scope.value("test_elements")?);
     let dtype = promote::promote(scope.fact(x).dtype, scope.fact(list).dtype);
     let (x, list) = (scope.cast(x, dtype)?, scope.cast(list, dtype)?);
-    let mut shape = scope.fact(x).shape;
-    let axis = shape.len();
-    shape.push(Dim::Known(1));
-    let x = scope.reshape(x, shape)?;
+    let (axis, invert) = (scope.fact(x).rank(), scope.flag("invert", false)?);
+    let x = scope.column(x)?;
     let list = scope.reshape(list, vec![volume(&scope.fact(list).shape)?])?;
-    let is_equal = scope.compare(Compare::Equal, x, list)?;
-    let match_counts = scope.cast(is_equal, DType::I64)?;
-    let sum = scope.reduce(ReduceKind::Sum, match_counts, &[axis], false)?;
-    let zero = scope.scalar(DType::I64, 0.0)?;
-    let is_none = scope.compare(Compare::Equal, sum, zero)?;
-    let result = if scope.flag("invert", false)? { is_none } else { scope.unary(Unary::Not, is_none)? };
-    one(result)
+    one(formula(scope, [x, list], |[x, list]| {
+        let is_none = x.equals(list).cast(DType::I64).sum(&[axis], false).equals(0.0);
+        if invert { is_none } else { !is_none }
+    })?)
 }

@@ -5,7 +5,7 @@ use crate::import::build::Build;
 use crate::import::equal_sizes::agree;
 use crate::import::lower_error::LowerReason;
 use crate::import::onnx::lower::attribute;
-use crate::import::onnx::lower::slice::{clamp_index, full_slice, part};
+use crate::import::onnx::lower::slice::{clamp_index, full_slice, part, parts};
 use crate::import::symbol;
 use crate::op::{Op, Value};
 use crate::tensor::dim::Dim;
@@ -79,7 +79,14 @@ pub fn split(scope: &mut Scope<'_>, method: Cut) -> Outputs {
     let known = |what| size.known().filter(|n| (0..=1 << 20).contains(n)).ok_or(LowerReason::NotConstant { what });
     let sizes = match method {
         Cut::Sizes(name) => scope.shape(name)?,
-        Cut::Apart => vec![Dim::Known(1); usize::try_from(known("the size of the axis")?).unwrap_or(0)],
+        Cut::Apart => {
+            let count = known("the size of the axis")?;
+            let slice = |n: i64| {
+                let y = if count == 1 { x } else { part(scope, x, at, Dim::Known(n), Dim::Known(n + 1))? };
+                scope.squeeze(y, at)
+            };
+            return many((0..count).map(slice).collect::<Result<_, _>>()?);
+        }
         Cut::Each(name) => {
             let part_size = scope.dim(name)?.ok_or(LowerReason::NotConstant { what: "the size of a part" })?;
             equal(&size, &part_size)?
@@ -98,25 +105,7 @@ pub fn split(scope: &mut Scope<'_>, method: Cut) -> Outputs {
             equal(&size, &part_size)?
         }
     };
-    let total = sizes.iter().try_fold(Dim::Known(0), |sum, d| sum.add(d))?;
-    if total != size || sizes.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
-        return Err(LowerReason::Inputs(format!("sizes {sizes:?} do not add up to an axis of size {size}")));
-    }
-    let mut begin = Dim::Known(0);
-    let mut outputs = Vec::with_capacity(sizes.len());
-    for part_size in sizes {
-        let end = begin.add(&part_size)?;
-        let y = if part_size == size { x } else { part(scope, x, at, begin, end.clone())? };
-        outputs.push(if method == Cut::Apart {
-            let mut shape = dims.clone();
-            shape.remove(at);
-            scope.reshape(y, shape)?
-        } else {
-            y
-        });
-        begin = end;
-    }
-    many(outputs)
+    many(parts(scope, &dims, at, sizes, |_| Ok(x))?)
 }
 
 /// As many parts of size `part_size` as fit, and the remainder.

@@ -1,4 +1,4 @@
-//! All ATen operators that pipec lowers, one row each, by family. Overloads share a row: arguments are read by name, as
+//! All ATen operators that pipec lowers, by family. Aliases and overloads share a row: arguments are read by name, as
 //! tensors or numbers. An in-place operator uses the row without the trailing `_`; `walk` rebinds the operand.
 //! [`operators`] lists the names for documentation.
 
@@ -13,13 +13,14 @@ use crate::tensor::dim::Dim;
 /// Lowers one node to core ops.
 pub type Lower = fn(&mut Scope<'_>) -> Outputs;
 
+/// The names of an operator, separated by spaces, and its lowering.
 pub type Row = (&'static str, Lower);
 
 const FAMILIES: [&[Row]; 4] = [elementwise::ELEMENTWISE, shape::SHAPE, reduction::REDUCTION, layer::LAYER];
 
 /// The names of all lowered ATen operators, sorted.
 pub fn operators() -> Vec<&'static str> {
-    let mut names: Vec<&str> = FAMILIES.iter().flat_map(|rows| rows.iter().map(|row| row.0)).collect();
+    let mut names: Vec<&str> = FAMILIES.iter().copied().flatten().flat_map(|row| row.0.split(' ')).collect();
     names.sort_unstable();
     names
 }
@@ -60,7 +61,7 @@ pub fn find(target: &str) -> Option<Lower> {
     }
     let operator = name(target);
     let operator = if in_place(target) { &operator[..operator.len() - 1] } else { operator };
-    FAMILIES.iter().flat_map(|rows| rows.iter()).find(|row| row.0 == operator).map(|row| row.1)
+    FAMILIES.iter().copied().flatten().find(|row| row.0.split(' ').any(|name| name == operator)).map(|row| row.1)
 }
 
 fn sizes(operator: &str) -> Option<Lower> {

@@ -3,7 +3,7 @@
 use super::argument::Number;
 use super::{Known, NodeOutputs, Outputs, Scope, one, resize};
 use crate::import::build::Build;
-use crate::import::lower_error::LowerReason;
+use crate::import::lower_error::{LowerReason, groups};
 use crate::import::onnx::lower::reduce::global_pool;
 use crate::import::onnx::lower::window::with_bias;
 use crate::op::{AvgPool, Binary, Conv, ConvInputGrad, MaxPool, Op, Value, Window};
@@ -57,15 +57,6 @@ fn finished(scope: &mut Scope<'_>, mut y: Value, single: bool) -> Outputs {
     one(without_batch(scope, y, single)?)
 }
 
-fn groups(scope: &Scope<'_>) -> Result<usize, LowerReason> {
-    let groups = scope.int("groups", 1)?;
-    u32::try_from(groups).ok().filter(|g| *g > 0).map(|g| g as usize).ok_or_else(|| LowerReason::Attribute {
-        name: "groups",
-        found: groups.to_string(),
-        expected: "an integer of at least 1",
-    })
-}
-
 pub fn conv(scope: &mut Scope<'_>) -> Outputs {
     if scope.flag("transposed", false)? {
         return conv_transpose(scope);
@@ -91,14 +82,14 @@ pub fn conv(scope: &mut Scope<'_>) -> Outputs {
             window.pads_end.clone_from(&window.pads_begin);
         }
     }
-    let groups = groups(scope)?;
+    let groups = groups("groups", scope.int("groups", 1)?)?;
     let y = scope.add(Op::Conv(Conv { window, groups }), &[x, weight])?;
     finished(scope, y, single)
 }
 
 pub fn convolution_window(scope: &Scope<'_>, axes: usize) -> Result<(Window, usize), LowerReason> {
     let (strides, dilations) = (each(scope, "stride", axes, 1, 1)?, each(scope, "dilation", axes, 1, 1)?);
-    Ok((symmetric(strides, each(scope, "padding", axes, 0, 0)?, dilations), groups(scope)?))
+    Ok((symmetric(strides, each(scope, "padding", axes, 0, 0)?, dilations), groups("groups", scope.int("groups", 1)?)?))
 }
 
 /// Transposed convolution: the input gradient of a convolution with weight `[C, O/groups, K…]`.
@@ -116,7 +107,7 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
         let pads = Dim::from(window.pads_begin[i]).add(&Dim::from(window.pads_end[i]))?;
         spatial.push(last_start.add(&extent)?.sub(&pads)?);
     }
-    let groups = groups(scope)?;
+    let groups = groups("groups", scope.int("groups", 1)?)?;
     let y = scope.add(Op::ConvInputGrad(ConvInputGrad { window, groups, spatial }), &[x, weight])?;
     finished(scope, y, single)
 }

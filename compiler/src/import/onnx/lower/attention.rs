@@ -4,13 +4,15 @@
 //! attend, -∞ where it may not. For fully masked queries the output is zero; their scores are replaced before the
 //! softmax, which would give NaN.
 
-use super::gather::{count, number};
-use super::movement::transposed;
+use super::gather::number;
+use super::movement::{repeat_elements, transposed};
 use super::slice::part;
 use super::weight::dtype_of;
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
-use crate::op::{Binary, Compare, Concat, Gather, MatMul, Op, Pad, ReduceKind, Slice, Softmax, Unary, Value};
+use crate::import::formula::{formula, formulas};
+use crate::import::lower_error::at_least_one;
+use crate::op::{Binary, Compare, Gather, MatMul, Op, Pad, ReduceKind, Slice, Softmax, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
@@ -34,10 +36,7 @@ fn join_heads(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
 }
 
 fn heads(scope: &Scope<'_>, name: &'static str) -> Result<i64, LowerReason> {
-    match scope.int(name, 0)? {
-        heads if heads > 0 => Ok(heads),
-        found => Err(LowerReason::Attribute { name, found: found.to_string(), expected: "an integer of at least 1" }),
-    }
+    at_least_one(name, scope.int(name, 0)?)
 }
 
 /// Repeats each key or value head for the query heads that share it (grouped-query attention).
@@ -47,14 +46,7 @@ fn repeat_kv_heads(scope: &mut Scope<'_>, x: Value, query_heads: &Dim) -> Result
         return Ok(x);
     }
     let repeats = query_heads.div_exact(&shape[1])?;
-    let mut expanded_shape = shape.clone();
-    expanded_shape.insert(2, Dim::Known(1));
-    let x = scope.reshape(x, expanded_shape.clone())?;
-    expanded_shape[2] = repeats;
-    let expanded = scope.broadcast(x, expanded_shape)?;
-    let mut merged_shape = shape;
-    merged_shape[1] = query_heads.clone();
-    scope.reshape(expanded, merged_shape)
+    repeat_elements(scope, x, 1, &repeats)
 }
 
 /// `Q·Kᵀ·scale`, with the square root of the scale applied to both factors to reduce overflow.
@@ -66,8 +58,7 @@ fn scores(scope: &mut Scope<'_>, q: Value, k: Value) -> Result<Value, LowerReaso
         _ => return Err(LowerReason::Inputs("its head size is unknown".to_string())),
     };
     if scale < 0.0 {
-        let found = scale.to_string();
-        return Err(LowerReason::Attribute { name: "scale", found, expected: "an integer of at least 0" });
+        return Err(LowerReason::attribute("scale", scale, "an integer of at least 0"));
     }
     let q = scope.with_number(Binary::Mul, q, scale.sqrt())?;
     let k = scope.with_number(Binary::Mul, k, scale.sqrt())?;
@@ -131,7 +122,7 @@ impl AttentionMask {
     /// Adds a sliding window: keys from `left` before to `right` after the position of a query, which is its index plus
     /// `offset`.
     fn window(&mut self, scope: &mut Scope<'_>, offset: Value, sides: [Option<i64>; 2]) -> Result<(), LowerReason> {
-        let (i, j) = (count(scope, 2, 0, &self.sizes[0])?, count(scope, 2, 1, &self.sizes[1])?);
+        let (i, j) = (scope.count(2, 0, &self.sizes[0])?, scope.count(2, 1, &self.sizes[1])?);
         let position = scope.binary(Binary::Add, i, offset)?;
         for (side, window_size) in sides.into_iter().enumerate() {
             // Limits the window size so that adding a position cannot overflow.
@@ -197,8 +188,8 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
         past = scope.fact(keys).shape.get(2).cloned().unwrap_or(past);
         // Before the first step the cache is empty.
         if !past.is(0) {
-            k = scope.add(Op::Concat(Concat { axis: 2 }), &[keys, k])?;
-            v = scope.add(Op::Concat(Concat { axis: 2 }), &[values, v])?;
+            k = scope.concat(&[keys, k], 2)?;
+            v = scope.concat(&[values, v], 2)?;
         }
     }
     let (present_k, present_v) = (k, v);
@@ -213,13 +204,7 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     let mut mask = AttentionMask { dtype: inner, sizes, bias: None, may_mask_all: false };
     collect_masks(scope, &mut mask, &shape[0], &past)?;
     let cap = scope.float("softcap", 0.0)?;
-    let capped = if cap > 0.0 {
-        let scaled = scope.with_number(Binary::Div, raw, cap)?;
-        let tanh = scope.unary(Unary::Tanh, scaled)?;
-        scope.with_number(Binary::Mul, tanh, cap)?
-    } else {
-        raw
-    };
+    let capped = if cap > 0.0 { formula(scope, [raw], |[raw]| (raw / cap).tanh() * cap)? } else { raw };
     let (biased, may_mask_all) = mask.applied(scope, capped)?;
     let mut probabilities = biased;
     if let Some(precision) = precision(scope)? {
@@ -243,8 +228,7 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
         2 => biased,
         3 => probabilities,
         other => {
-            let (found, expected) = (other.to_string(), "an integer from 0 to 3");
-            return Err(LowerReason::Attribute { name: "qk_matmul_output_mode", found, expected });
+            return Err(LowerReason::attribute("qk_matmul_output_mode", other, "an integer from 0 to 3"));
         }
     };
     let qk_output = scope.cast(qk_output, dtype)?;
@@ -287,7 +271,7 @@ fn collect_masks(
         mask_sum.may_mask_all |= left.is_some() || lengths.is_some();
     }
     if let Some(lengths) = lengths {
-        let j = count(scope, 4, 3, &mask_sum.sizes[1])?;
+        let j = scope.count(4, 3, &mask_sum.sizes[1])?;
         let visible = scope.compare(Compare::Less, j, lengths)?;
         let bias = mask_bias(scope, visible, mask_sum.dtype)?;
         mask_sum.may_mask_all = true;
@@ -354,8 +338,7 @@ pub fn rotary(scope: &mut Scope<'_>) -> Outputs {
         width => width,
     };
     if !(2..=size).contains(&width) || width % 2 != 0 {
-        let (found, expected) = (width.to_string(), "an even number up to the head size");
-        return Err(LowerReason::Attribute { name: "rotary_embedding_dim", found, expected });
+        return Err(LowerReason::attribute("rotary_embedding_dim", width, "an even number up to the head size"));
     }
     let (cos, sin) = (angles(scope, 1, width / 2)?, angles(scope, 2, width / 2)?);
     let interleaved = scope.flag("interleaved", false)?;
@@ -367,27 +350,21 @@ pub fn rotary(scope: &mut Scope<'_>) -> Outputs {
         scope.add(Op::Slice(Slice { ..slice }), &[x])
     };
     let (a, b) = (half(scope, 0)?, half(scope, 1)?);
-    let products = [(cos, a), (sin, b), (sin, a), (cos, b)];
-    let mut terms = Vec::new();
-    for (angle, part) in products {
-        terms.push(scope.binary(Binary::Mul, angle, part)?);
-    }
-    let real = scope.binary(Binary::Sub, terms[0], terms[1])?;
-    let imaginary = scope.binary(Binary::Add, terms[2], terms[3])?;
+    let [real, imaginary] = formulas(scope, [cos, sin, a, b], |[cos, sin, a, b]| {
+        let [cos_a, sin_b, sin_a, cos_b] = [cos * a, sin * b, sin * a, cos * b];
+        [cos_a - sin_b, sin_a + cos_b]
+    })?;
     let rotated = if interleaved {
-        let mut column = scope.fact(real).shape;
-        column.push(Dim::Known(1));
-        let parts = [scope.reshape(real, column.clone())?, scope.reshape(imaginary, column)?];
-        let pairs = scope.add(Op::Concat(Concat { axis: 4 }), &parts)?;
+        let pairs = scope.stack(&[real, imaginary], 4)?;
         let mut merged_shape = shape.clone();
         merged_shape[3] = Dim::Known(width);
         scope.reshape(pairs, merged_shape)?
     } else {
-        scope.add(Op::Concat(Concat { axis: 3 }), &[real, imaginary])?
+        scope.concat(&[real, imaginary], 3)?
     };
     let y = if width < size {
         let tail = part(scope, x, 3, Dim::Known(width), Dim::Known(size))?;
-        scope.add(Op::Concat(Concat { axis: 3 }), &[rotated, tail])?
+        scope.concat(&[rotated, tail], 3)?
     } else {
         rotated
     };

@@ -2,11 +2,13 @@
 //!
 //! A missing value field of an attribute is read as zero, because encoders may omit zeros.
 
+use super::weight::dtype_of;
 use super::{LowerReason, Scope};
 use crate::import::onnx::model::Tensor;
 use crate::import::onnx::payload;
 use crate::import::onnx::proto::AttributeProto;
 use crate::import::onnx::proto::attribute_proto::AttributeType;
+use crate::tensor::DType;
 
 impl Scope<'_> {
     fn attribute(&self, name: &'static str, kind: AttributeType) -> Result<Option<&AttributeProto>, LowerReason> {
@@ -63,6 +65,13 @@ impl Scope<'_> {
 
     pub fn value_of(&self, name: &'static str) -> Result<Option<Tensor>, LowerReason> {
         Ok(self.attribute(name, AttributeType::Tensor)?.and_then(|a| a.t.as_ref()).map(payload::tensor))
+    }
+
+    /// The element type that an attribute names; `what` has it, in the message if it is not supported.
+    pub fn element_type(&self, name: &'static str, default: i64, what: &str) -> Result<DType, LowerReason> {
+        let code = self.int(name, default)?;
+        let dtype = i32::try_from(code).ok().and_then(dtype_of);
+        dtype.ok_or_else(|| LowerReason::Unsupported(format!("{what} element type {code}")))
     }
 
     /// One value per spatial axis, each at least `minimum`; `default` for all axes if the attribute is absent.

@@ -11,11 +11,7 @@ pub fn shift(scope: &mut Scope<'_>) -> Outputs {
         "LEFT" => Binary::ShiftLeft,
         "RIGHT" => Binary::ShiftRight,
         other => {
-            return Err(LowerReason::Attribute {
-                name: "direction",
-                found: format!("`{other}`"),
-                expected: "LEFT or RIGHT",
-            });
+            return Err(LowerReason::attribute("direction", format!("`{other}`"), "LEFT or RIGHT"));
         }
     };
     let (a, b) = (scope.value(0)?, scope.value(1)?);

@@ -1,30 +1,44 @@
 //! Activation functions of recurrent layers, by their ONNX names.
 
 use super::{LowerReason, Scope};
-use crate::import::build::Build;
+use crate::import::activation;
+use crate::import::formula::{Expr, formula};
 use crate::import::onnx::proto::attribute_proto::AttributeType;
-use crate::op::{Binary, Compare, Unary, Value};
+use crate::op::{Unary, Value};
 
-#[derive(Clone, Debug, PartialEq)]
+/// A function of the input, alpha and beta.
+type Body = for<'f> fn(Expr<'f>, f64, f64) -> Expr<'f>;
+
+#[derive(Clone, Debug)]
 pub struct Function {
-    name: String,
+    name: &'static str,
     alpha: f64,
     beta: f64,
+    body: Body,
 }
 
-/// Name, and default alpha and beta where the function has them.
-const FUNCTIONS: [(&str, Option<f64>, Option<f64>); 11] = [
-    ("affine", Some(1.0), Some(0.0)),
-    ("elu", Some(1.0), None),
-    ("hardsigmoid", Some(0.2), Some(0.5)),
-    ("leakyrelu", Some(0.01), None),
-    ("relu", None, None),
-    ("scaledtanh", Some(1.0), Some(1.0)),
-    ("sigmoid", None, None),
-    ("softplus", None, None),
-    ("softsign", None, None),
-    ("tanh", None, None),
-    ("thresholdedrelu", Some(1.0), None),
+/// Name, default alpha and beta where the function has them, and the function.
+const FUNCTIONS: [(&str, Option<f64>, Option<f64>, Body); 11] = [
+    ("affine", Some(1.0), Some(0.0), |x, alpha, beta| x * alpha + beta),
+    ("elu", Some(1.0), None, |x, alpha, _| {
+        let scaled = (x.min(0.0).exp() - 1.0) * alpha;
+        x.greater(0.0).select(x, scaled)
+    }),
+    ("hardsigmoid", Some(0.2), Some(0.5), activation::ramp),
+    ("leakyrelu", Some(0.01), None, |x, alpha, _| {
+        let scaled = x * alpha;
+        x.greater(0.0).select(x, scaled)
+    }),
+    ("relu", None, None, |x, _, _| x.unary(Unary::Relu)),
+    ("scaledtanh", Some(1.0), Some(1.0), |x, alpha, beta| (x * beta).tanh() * alpha),
+    ("sigmoid", None, None, |x, _, _| x.sigmoid()),
+    ("softplus", None, None, |x, _, _| x.softplus()),
+    ("softsign", None, None, |x, _, _| activation::softsign(x)),
+    ("tanh", None, None, |x, _, _| x.tanh()),
+    ("thresholdedrelu", Some(1.0), None, |x, alpha, _| {
+        let zero = x.number(0.0);
+        x.greater(alpha).select(x, zero)
+    }),
 ];
 
 /// The activation functions of each direction: from the attribute, or `defaults`. The lists of alphas and betas have
@@ -43,13 +57,13 @@ pub fn functions(scope: &Scope<'_>, defaults: &[&str], directions: usize) -> Res
     let mut betas = scope.floats("activation_beta")?.unwrap_or_default().into_iter().map(f64::from);
     let mut functions = Vec::with_capacity(names.len());
     for name in names {
-        let lower = name.to_ascii_lowercase();
-        let Some((_, alpha, beta)) = FUNCTIONS.iter().find(|(candidate, ..)| *candidate == lower) else {
+        let known = FUNCTIONS.into_iter().find(|(candidate, ..)| name.eq_ignore_ascii_case(candidate));
+        let Some((lower, alpha, beta, body)) = known else {
             return Err(LowerReason::Unsupported(format!("the activation `{name}` of a recurrent layer")));
         };
         let alpha = alpha.map_or(0.0, |defaults| alphas.next().unwrap_or(defaults));
         let beta = beta.map_or(0.0, |defaults| betas.next().unwrap_or(defaults));
-        functions.push(Function { name: lower, alpha, beta });
+        functions.push(Function { name: lower, alpha, beta, body });
     }
     Ok(functions.chunks(defaults.len().max(1)).map(<[Function]>::to_vec).collect())
 }
@@ -61,58 +75,8 @@ impl Function {
     }
 
     pub fn apply(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
-        let (alpha, beta) = (self.alpha, self.beta);
-        match self.name.as_str() {
-            "affine" => line(scope, x, alpha, beta),
-            "elu" => {
-                let below = scope.with_number(Binary::Min, x, 0.0)?;
-                let exp = scope.unary(Unary::Exp, below)?;
-                let shifted = scope.with_number(Binary::Sub, exp, 1.0)?;
-                let scaled = scope.with_number(Binary::Mul, shifted, alpha)?;
-                select_above(scope, x, 0.0, scaled)
-            }
-            "hardsigmoid" => {
-                let line = line(scope, x, alpha, beta)?;
-                let below = scope.with_number(Binary::Min, line, 1.0)?;
-                scope.with_number(Binary::Max, below, 0.0)
-            }
-            "leakyrelu" => {
-                let scaled = scope.with_number(Binary::Mul, x, alpha)?;
-                select_above(scope, x, 0.0, scaled)
-            }
-            "relu" => scope.unary(Unary::Relu, x),
-            "scaledtanh" => {
-                let inner = scope.with_number(Binary::Mul, x, beta)?;
-                let tanh = scope.unary(Unary::Tanh, inner)?;
-                scope.with_number(Binary::Mul, tanh, alpha)
-            }
-            "sigmoid" => scope.unary(Unary::Sigmoid, x),
-            "softplus" => scope.unary(Unary::Softplus, x),
-            "softsign" => {
-                let size = scope.unary(Unary::Abs, x)?;
-                let below = scope.with_number(Binary::Add, size, 1.0)?;
-                scope.binary(Binary::Div, x, below)
-            }
-            "thresholdedrelu" => {
-                let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
-                select_above(scope, x, alpha, zero)
-            }
-            _ => scope.unary(Unary::Tanh, x),
-        }
+        formula(scope, [x], |[x]| (self.body)(x, self.alpha, self.beta))
     }
-}
-
-/// `alpha·x + beta`
-fn line(scope: &mut Scope<'_>, x: Value, alpha: f64, beta: f64) -> Result<Value, LowerReason> {
-    let scaled = scope.with_number(Binary::Mul, x, alpha)?;
-    scope.with_number(Binary::Add, scaled, beta)
-}
-
-/// `x > bound ? x : replacement`
-fn select_above(scope: &mut Scope<'_>, x: Value, bound: f64, replacement: Value) -> Result<Value, LowerReason> {
-    let bound = scope.scalar(scope.fact(x).dtype, bound)?;
-    let large = scope.compare(Compare::Less, bound, x)?;
-    scope.select(large, x, replacement)
 }
 
 fn texts(scope: &Scope<'_>, name: &'static str) -> Result<Option<Vec<String>>, LowerReason> {

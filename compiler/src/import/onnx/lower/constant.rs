@@ -100,7 +100,7 @@ fn range_of_sizes(scope: &mut Scope<'_>, dtype: DType) -> Outputs {
     };
     let (start, limit, delta) = (bound(scope, 0)?, bound(scope, 1)?, bound(scope, 2)?);
     let count = limit.sub(&start)?.div_exact(&delta)?;
-    let steps = scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![count]), axis: 0 }), &[])?;
+    let steps = scope.count(1, 0, &count)?;
     let mut y = steps;
     for (op, slot, neutral) in [(Binary::Mul, 2, 1), (Binary::Add, 0, 0)] {
         if bound(scope, slot)?.is(neutral) {

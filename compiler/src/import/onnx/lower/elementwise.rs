@@ -1,9 +1,10 @@
 //! Elementwise operators.
 
-use super::weight::dtype_of;
 use super::{Known, LowerReason, Outputs, Scope, one};
+use crate::import::activation;
 use crate::import::build::Build;
-use crate::op::{Binary, Compare, Dropout, Op, Unary, Value};
+use crate::import::formula::{Expr, formula};
+use crate::op::{Binary, Compare, Dropout, Op, Unary};
 use crate::tensor::{DType, Tensor};
 
 pub fn identity(scope: &mut Scope<'_>) -> Outputs {
@@ -15,14 +16,24 @@ pub fn identity(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![scope.known(0)?.clone()])
 }
 
-pub fn unary(scope: &mut Scope<'_>, op: Unary) -> Outputs {
+/// A formula of the input.
+pub fn map(scope: &mut Scope<'_>, body: impl FnOnce(Expr<'_>) -> Expr<'_>) -> Outputs {
     let x = scope.value(0)?;
-    one(scope.unary(op, x)?)
+    one(formula(scope, [x], |[x]| body(x))?)
+}
+
+/// A formula of both inputs.
+pub fn map_pair(scope: &mut Scope<'_>, body: impl for<'f> FnOnce(Expr<'f>, Expr<'f>) -> Expr<'f>) -> Outputs {
+    let (a, b) = (scope.value(0)?, scope.value(1)?);
+    one(formula(scope, [a, b], |[a, b]| body(a, b))?)
+}
+
+pub fn unary(scope: &mut Scope<'_>, op: Unary) -> Outputs {
+    map(scope, |x| x.unary(op))
 }
 
 pub fn binary(scope: &mut Scope<'_>, op: Binary) -> Outputs {
-    let (a, b) = (scope.value(0)?, scope.value(1)?);
-    one(scope.binary(op, a, b)?)
+    map_pair(scope, |a, b| a.binary(op, b))
 }
 
 /// Left fold over any number of inputs: `f(… f(f(a, b), c) …)`.
@@ -45,8 +56,7 @@ pub fn mean(scope: &mut Scope<'_>) -> Outputs {
 
 /// Comparison of `a` and `b`; `swapped` swaps the operands, which turns less into greater.
 pub fn compare(scope: &mut Scope<'_>, op: Compare, swapped: bool) -> Outputs {
-    let (a, b) = (scope.value(0)?, scope.value(1)?);
-    one(if swapped { scope.compare(op, b, a)? } else { scope.compare(op, a, b)? })
+    map_pair(scope, |a, b| if swapped { b.compare(op, a) } else { a.compare(op, b) })
 }
 
 pub fn select(scope: &mut Scope<'_>) -> Outputs {
@@ -67,37 +77,26 @@ pub fn pow(scope: &mut Scope<'_>) -> Outputs {
 
 /// Remainder with the sign of the divisor, or with `fmod` that of the dividend.
 pub fn modulo(scope: &mut Scope<'_>) -> Outputs {
-    let (a, b) = (scope.value(0)?, scope.value(1)?);
-    if !scope.flag("fmod", false)? {
-        return one(scope.binary(Binary::Mod, a, b)?);
-    }
-    let dtype = scope.fact(a).dtype;
-    if !dtype.is_float() {
+    let fmod = scope.flag("fmod", false)?;
+    map_pair(scope, |a, b| {
+        if !fmod {
+            return a % b;
+        }
+        if a.dtype().is_float() {
+            let (sign, a, b) = (a.sign(), a.abs(), b.abs());
+            return a % b * sign;
+        }
         // `remainder` has the sign of b. If a has the other sign and `remainder` is not zero, the result is `remainder
         // - b`. Taking absolute values would overflow for the smallest integer.
-        let (remainder, zero) = (scope.binary(Binary::Mod, a, b)?, scope.scalar(dtype, 0.0)?);
-        let (below, of_a) = (scope.compare(Compare::Less, remainder, zero)?, scope.compare(Compare::Less, a, zero)?);
-        let (differs, is_exact) =
-            (scope.binary(Binary::Xor, below, of_a)?, scope.compare(Compare::Equal, remainder, zero)?);
-        let shifted = scope.binary(Binary::Sub, remainder, b)?;
-        let floored = scope.select(differs, shifted, remainder)?;
-        return one(scope.select(is_exact, remainder, floored)?);
-    }
-    let (sign, a, b) = (scope.unary(Unary::Sign, a)?, scope.unary(Unary::Abs, a)?, scope.unary(Unary::Abs, b)?);
-    let remainder = scope.binary(Binary::Mod, a, b)?;
-    one(scope.binary(Binary::Mul, remainder, sign)?)
-}
-
-pub fn tan(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.value(0)?;
-    let (sin, cos) = (scope.unary(Unary::Sin, x)?, scope.unary(Unary::Cos, x)?);
-    one(scope.binary(Binary::Div, sin, cos)?)
+        let (remainder, zero) = (a % b, a.number(0.0));
+        let differs = remainder.less(zero).binary(Binary::Xor, a.less(zero));
+        let is_exact = remainder.equals(zero);
+        is_exact.select(remainder, differs.select(remainder - b, remainder))
+    })
 }
 
 pub fn cast(scope: &mut Scope<'_>) -> Outputs {
-    let code = scope.int("to", 0)?;
-    let to = i32::try_from(code).ok().and_then(dtype_of);
-    let to = to.ok_or_else(|| LowerReason::Unsupported(format!("a cast to element type {code}")))?;
+    let to = scope.element_type("to", 0, "a cast to")?;
     cast_to(scope, to)
 }
 
@@ -123,56 +122,21 @@ pub fn gelu(scope: &mut Scope<'_>) -> Outputs {
     }
 }
 
-/// `x > bound`
-fn is_above(scope: &mut Scope<'_>, x: Value, bound: f64) -> Result<Value, LowerReason> {
-    let bound = scope.scalar(scope.graph.fact(x).dtype, bound)?;
-    scope.compare(Compare::Less, bound, x)
-}
-
-/// `x > 0 ? x : slope·x`
 pub fn leaky_relu(scope: &mut Scope<'_>) -> Outputs {
-    let (x, alpha) = (scope.value(0)?, scope.float("alpha", 0.01)?);
-    let positive = is_above(scope, x, 0.0)?;
-    let scaled = scope.with_number(Binary::Mul, x, alpha)?;
-    one(scope.select(positive, x, scaled)?)
-}
-
-/// `x > 0 ? x : slope·x` with a trained slope.
-pub fn prelu(scope: &mut Scope<'_>) -> Outputs {
-    let (x, slope) = (scope.value(0)?, scope.value(1)?);
-    let positive = is_above(scope, x, 0.0)?;
-    let scaled = scope.binary(Binary::Mul, x, slope)?;
-    one(scope.select(positive, x, scaled)?)
+    let alpha = scope.float("alpha", 0.01)?;
+    map(scope, |x| activation::leaky_relu(x, alpha))
 }
 
 /// `x > alpha ? x : 0`
 pub fn thresholded_relu(scope: &mut Scope<'_>) -> Outputs {
-    let (x, alpha) = (scope.value(0)?, scope.float("alpha", 1.0)?);
-    let large = is_above(scope, x, alpha)?;
-    let zero = scope.scalar(scope.graph.fact(x).dtype, 0.0)?;
-    one(scope.select(large, x, zero)?)
-}
-
-/// `gamma·(x > 0 ? x : alpha·(e^(x/width) - 1))`. The exponent is clamped to at most 0: for positive `x`, where the
-/// result is not selected, it could overflow in the forward or backward pass.
-fn exponential_branch(scope: &mut Scope<'_>, alpha: f64, gamma: f64, width: f64) -> Outputs {
-    let x = scope.value(0)?;
-    let positive = is_above(scope, x, 0.0)?;
-    let mut negative = scope.with_number(Binary::Min, x, 0.0)?;
-    if width != 1.0 {
-        negative = scope.with_number(Binary::Div, negative, width)?;
-    }
-    let exp = scope.unary(Unary::Exp, negative)?;
-    let shifted = scope.with_number(Binary::Sub, exp, 1.0)?;
-    let scaled = if alpha == 1.0 { shifted } else { scope.with_number(Binary::Mul, shifted, alpha)? };
-    let y = scope.select(positive, x, scaled)?;
-    one(if gamma == 1.0 { y } else { scope.with_number(Binary::Mul, y, gamma)? })
+    let alpha = scope.float("alpha", 1.0)?;
+    map(scope, |x| x.greater(alpha).select(x, 0.0))
 }
 
 /// `x > 0 ? x : alpha·(e^x - 1)`
 pub fn elu(scope: &mut Scope<'_>) -> Outputs {
     let alpha = scope.float("alpha", 1.0)?;
-    exponential_branch(scope, alpha, 1.0, 1.0)
+    map(scope, |x| activation::exponential(x, alpha, 1.0, |x| x))
 }
 
 /// `x > 0 ? x : alpha·(e^(x/alpha) - 1)`
@@ -181,83 +145,43 @@ pub fn celu(scope: &mut Scope<'_>) -> Outputs {
     if alpha == 0.0 {
         return Err(LowerReason::Attribute { name: "alpha", found: "0".to_string(), expected: "not 0" });
     }
-    exponential_branch(scope, alpha, 1.0, alpha)
+    map(scope, |x| activation::exponential(x, alpha, 1.0, |x| if alpha == 1.0 { x } else { x / alpha }))
 }
 
 /// SELU with the default constants of the ONNX standard.
 pub fn selu(scope: &mut Scope<'_>) -> Outputs {
     let alpha = scope.float("alpha", 1.6732632423543772)?;
     let gamma = scope.float("gamma", 1.0507009873554805)?;
-    exponential_branch(scope, alpha, gamma, 1.0)
-}
-
-/// `max(0, min(1, alpha·x + beta))`
-fn ramp(scope: &mut Scope<'_>, x: Value, alpha: f64, beta: f64) -> Result<Value, LowerReason> {
-    let scaled = scope.with_number(Binary::Mul, x, alpha)?;
-    let shifted = scope.with_number(Binary::Add, scaled, beta)?;
-    let below = scope.with_number(Binary::Min, shifted, 1.0)?;
-    scope.with_number(Binary::Max, below, 0.0)
+    map(scope, |x| activation::exponential(x, alpha, gamma, |x| x))
 }
 
 pub fn hard_sigmoid(scope: &mut Scope<'_>) -> Outputs {
-    let (x, alpha, beta) = (scope.value(0)?, scope.float("alpha", 0.2)?, scope.float("beta", 0.5)?);
-    one(ramp(scope, x, alpha, beta)?)
-}
-
-/// `x·max(0, min(1, x/6 + 1/2))`
-pub fn hard_swish(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.value(0)?;
-    let gate = ramp(scope, x, 1.0 / 6.0, 0.5)?;
-    one(scope.binary(Binary::Mul, x, gate)?)
-}
-
-fn swished(scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
-    let (x, alpha) = (scope.value(0)?, scope.float("alpha", 1.0)?);
-    if alpha == 1.0 {
-        return scope.unary(Unary::Silu, x);
-    }
-    let scaled = scope.with_number(Binary::Mul, x, alpha)?;
-    let gate = scope.unary(Unary::Sigmoid, scaled)?;
-    scope.binary(Binary::Mul, x, gate)
+    let (alpha, beta) = (scope.float("alpha", 0.2)?, scope.float("beta", 0.5)?);
+    map(scope, |x| activation::ramp(x, alpha, beta))
 }
 
 /// `x·sigmoid(alpha·x)`
 pub fn swish(scope: &mut Scope<'_>) -> Outputs {
-    one(swished(scope)?)
+    let alpha = scope.float("alpha", 1.0)?;
+    map(scope, |x| if alpha == 1.0 { x.unary(Unary::Silu) } else { x * (x * alpha).sigmoid() })
 }
 
 /// `a·sigmoid(alpha·a)·b`
 pub fn swi_glu(scope: &mut Scope<'_>) -> Outputs {
-    let (gate, x) = (swished(scope)?, scope.value(1)?);
+    let (gate, x) = (swish(scope)?.remove(0), scope.value(1)?);
+    let gate = scope.materialise(&gate)?;
     one(scope.binary(Binary::Mul, gate, x)?)
 }
 
 /// `x` moved towards zero by `bias` if `|x| > lambd`, else 0.
 pub fn shrink(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.value(0)?;
     let (bias, bound) = (scope.float("bias", 0.0)?, scope.float("lambd", 0.5)?);
-    let dtype = scope.fact(x).dtype;
-    let (large, zero) = (is_above(scope, x, bound)?, scope.scalar(dtype, 0.0)?);
-    let bound = scope.scalar(dtype, -bound)?;
-    let small = scope.compare(Compare::Less, x, bound)?;
-    let (lowered, raised) = (scope.with_number(Binary::Sub, x, bias)?, scope.with_number(Binary::Add, x, bias)?);
-    let y = scope.select(large, lowered, zero)?;
-    one(scope.select(small, raised, y)?)
-}
-
-/// `x·tanh(softplus(x))`
-pub fn mish(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.value(0)?;
-    let soft = scope.unary(Unary::Softplus, x)?;
-    let gate = scope.unary(Unary::Tanh, soft)?;
-    one(scope.binary(Binary::Mul, x, gate)?)
-}
-
-pub fn softsign(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.value(0)?;
-    let size = scope.unary(Unary::Abs, x)?;
-    let below = scope.with_number(Binary::Add, size, 1.0)?;
-    one(scope.binary(Binary::Div, x, below)?)
+    map(scope, |x| {
+        let (large, zero) = (x.greater(bound), x.number(0.0));
+        let small = x.less(-bound);
+        let (lowered, raised) = (x - bias, x + bias);
+        small.select(raised, large.select(lowered, zero))
+    })
 }
 
 /// `min(max(x, low), high)`; the bounds are attributes before operator set 11.
@@ -276,25 +200,16 @@ pub fn clip(scope: &mut Scope<'_>) -> Outputs {
     one(y)
 }
 
-pub fn is_nan(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.value(0)?;
-    let equals_self = scope.compare(Compare::Equal, x, x)?;
-    one(scope.unary(Unary::Not, equals_self)?)
-}
-
 /// True for infinities; attributes select the signs.
 pub fn is_inf(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.value(0)?;
     let (below, above) = (scope.flag("detect_negative", true)?, scope.flag("detect_positive", true)?);
-    let (x, infinity) = match (below, above) {
-        (true, true) => (scope.unary(Unary::Abs, x)?, f64::INFINITY),
-        (true, false) => (x, f64::NEG_INFINITY),
-        (false, true) => (x, f64::INFINITY),
+    map(scope, |x| match (below, above) {
+        (true, true) => x.abs().equals(f64::INFINITY),
+        (true, false) => x.equals(f64::NEG_INFINITY),
+        (false, true) => x.equals(f64::INFINITY),
         // `x < x` is always false.
-        (false, false) => return one(scope.compare(Compare::Less, x, x)?),
-    };
-    let infinity = scope.scalar(scope.graph.fact(x).dtype, infinity)?;
-    one(scope.compare(Compare::Equal, x, infinity)?)
+        (false, false) => x.less(x),
+    })
 }
 
 /// Dropout: active only in training mode, otherwise the identity.

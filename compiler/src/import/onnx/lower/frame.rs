@@ -156,20 +156,17 @@ impl Frames {
                 attributes.push(AttributeProto { name: attribute.name.clone(), ..passed_attribute.clone() });
             }
         }
-        Ok(Cow::Owned(Node { attributes, ..bare(node) }))
-    }
-}
-
-fn bare(node: &Node) -> Node {
-    Node {
-        name: node.name.clone(),
-        op_type: node.op_type.clone(),
-        domain: node.domain.clone(),
-        overload: node.overload.clone(),
-        inputs: node.inputs.clone(),
-        outputs: node.outputs.clone(),
-        attributes: Vec::new(),
-        module: node.module.clone(),
-        metadata: Vec::new(),
+        let Node { name, op_type, domain, overload, inputs, outputs, module, .. } = node;
+        Ok(Cow::Owned(Node {
+            name: name.clone(),
+            op_type: op_type.clone(),
+            domain: domain.clone(),
+            overload: overload.clone(),
+            inputs: inputs.clone(),
+            outputs: outputs.clone(),
+            attributes,
+            module: module.clone(),
+            metadata: Vec::new(),
+        }))
     }
 }

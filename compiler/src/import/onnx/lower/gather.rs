@@ -5,9 +5,8 @@ use super::attribute::axis;
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::batched;
 use crate::import::build::Build;
-use crate::op::{Binary, Compare, Gather, Iota, Op, Value};
+use crate::op::{Binary, Compare, Gather, Op, Value};
 use crate::tensor::dim::{Dim, volume};
-use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 
 /// A size as a scalar `i64` value.
@@ -53,13 +52,6 @@ pub fn add_offset(scope: &mut impl Build, sum: Option<Value>, steps: Value) -> R
     }))
 }
 
-/// `0, 1, …` along `axis`, with size 1 on the other axes of a shape of `rank`.
-pub fn count(scope: &mut impl Build, rank: usize, axis: usize, size: &Dim) -> Result<Value, LowerReason> {
-    let mut shape = vec![Dim::Known(1); rank];
-    shape[axis] = size.clone();
-    scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, shape), axis }), &[])
-}
-
 /// For each element of `index`, the flat index into a tensor of shape `dims`: the value of `index` at axis
 /// `index_axis`, its own coordinates at the other axes.
 pub fn element_places(
@@ -76,12 +68,6 @@ pub fn element_places(
             dims.len()
         )));
     }
-    let larger =
-        |at: usize| matches!((index_shape[at].known(), dims[at].known()), (Some(have), Some(size)) if have > size);
-    if let Some(at) = (0..dims.len()).find(|&at| at != index_axis && larger(at)) {
-        let message = format!("an index of {} rows at axis {at}, where the input has {}", index_shape[at], dims[at]);
-        return Err(LowerReason::Inputs(message));
-    }
     let index = scope.cast(index, DType::I64)?;
     let mut flat_index = None;
     for at in 0..dims.len() {
@@ -89,12 +75,23 @@ pub fn element_places(
         let steps = if at == index_axis {
             steps(scope, index, &dims[at], &stride)?
         } else {
-            let count = count(scope, dims.len(), at, &index_shape[at])?;
+            let count = scope.count(dims.len(), at, &index_shape[at])?;
             scale_index(scope, count, &stride)?
         };
         flat_index = add_offset(scope, flat_index, steps)?;
     }
     flat_index.ok_or_else(|| LowerReason::Inputs("a scalar has no axis to index".to_string()))
+}
+
+/// Fails if the index has more rows than the input along another axis.
+pub fn check_rows(scope: &impl Build, dims: &[Dim], index: Value, index_axis: usize) -> Result<(), LowerReason> {
+    let shape = scope.fact(index).shape;
+    let larger = |(have, size): (&Dim, &Dim)| have.known().zip(size.known()).is_some_and(|(have, size)| have > size);
+    let at = shape.iter().zip(dims).enumerate().find(|(at, pair)| *at != index_axis && larger(*pair));
+    at.map_or(Ok(()), |(at, (have, size))| {
+        let message = format!("an index of {have} rows at axis {at}, where the input has {size}");
+        Err(LowerReason::Inputs(message))
+    })
 }
 
 /// `y[i, j, …] = x[i, index[i, j, …], …]`, with the index at `axis`.
@@ -105,6 +102,7 @@ pub fn elements(scope: &mut Scope<'_>) -> Outputs {
     if let Some(slices) = batched::slices(scope, &dims, index, index_axis)? {
         return Ok(vec![Known::Value(batched::gather(scope, x, slices, index_axis)?)]);
     }
+    check_rows(scope, &dims, index, index_axis)?;
     let flat_index = element_places(scope, &dims, index, index_axis)?;
     let flat = scope.reshape(x, vec![volume(&dims)?])?;
     Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, flat_index])?)])
@@ -136,7 +134,7 @@ pub fn slice_places(
     for at in 0..indexed.len() {
         let stride = volume(&indexed[at + 1..])?;
         let steps = if at < shared {
-            let count = count(scope, index_shape.len(), at, &dims[at])?;
+            let count = scope.count(index_shape.len(), at, &dims[at])?;
             scale_index(scope, count, &stride)?
         } else {
             let column = (at - shared) as i64;

@@ -5,13 +5,14 @@
 //! gradient through the gather, the grid through the weights.
 
 use super::fold::charge;
-use super::gather::{count, number, scale_index};
+use super::gather::{number, scale_index};
 use super::interpolate::Filter;
 use super::movement::transposed;
 use super::slice::part;
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
-use crate::op::{Binary, Compare, Gather, MatMul, Op, ReduceKind, Unary, Value};
+use crate::import::formula::{Expr, formulas};
+use crate::op::{Binary, Gather, MatMul, Op, ReduceKind, Value};
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::{DType, Tensor};
 
@@ -124,7 +125,7 @@ pub fn grid_sample(
     let grid = scope.reshape(grid, flat)?;
     // Flat image index and weight of each neighbour: [N, P, K…].
     let point_count = volume(&spatial)?;
-    let images = count(scope, 2 + axes, 0, &batch)?;
+    let images = scope.count(2 + axes, 0, &batch)?;
     let mut base = scale_index(scope, images, &point_count)?;
     let mut weight = None;
     for (at, size) in spatial.iter().enumerate() {
@@ -152,9 +153,7 @@ pub fn grid_sample(
     let rows = scope.reshape(rows, vec![batch.mul(&point_count)?, channels.clone()])?;
     let mut y = scope.add(Op::Gather(Gather { axis: 0 }), &[rows, base])?;
     if let Some(weight) = weight {
-        let mut shape = scope.fact(weight).shape;
-        shape.push(Dim::Known(1));
-        let weight = scope.reshape(weight, shape)?;
+        let weight = scope.column(weight)?;
         let weight = scope.cast(weight, fact.dtype)?;
         y = scope.binary(Binary::Mul, y, weight)?;
     }
@@ -193,107 +192,79 @@ fn sample_corner(
     size: &Dim,
     sampling: &GridSampling,
 ) -> Result<(Value, Option<Value>), LowerReason> {
-    let dtype = scope.fact(grid).dtype;
     let size = number(scope, size)?;
-    let size = scope.cast(size, dtype)?;
-    let last = scope.with_number(Binary::Sub, size, 1.0)?;
+    let is_weighted = sampling.filter.is_some() || sampling.padding == Padding::Zeros;
+    let [index, weight] = formulas(scope, [grid, size], |[grid, size]| corner(grid, size, sampling))?;
+    Ok((index, is_weighted.then_some(weight)))
+}
+
+/// The indices and weights of [`sample_corner`].
+fn corner<'f>(grid: Expr<'f>, size: Expr<'f>, sampling: &GridSampling) -> [Expr<'f>; 2] {
+    let size = size.cast(grid.dtype());
+    let last = size - 1.0;
     // Bounds: reflection mirrors there, and positions beyond them are outside.
-    let (low, high) = match sampling.corners {
-        true => (scope.scalar(dtype, 0.0)?, last),
-        false => (scope.scalar(dtype, -0.5)?, scope.with_number(Binary::Sub, size, 0.5)?),
-    };
+    let (low, high) = if sampling.corners { (grid.number(0.0), last) } else { (grid.number(-0.5), size - 0.5) };
     // Maps -1 … 1 to low … high.
-    let half = scope.with_number(Binary::Mul, grid, 0.5)?;
-    let share = scope.with_number(Binary::Add, half, 0.5)?;
-    let span = scope.binary(Binary::Sub, high, low)?;
-    let position = scope.binary(Binary::Mul, share, span)?;
-    let mut position = scope.binary(Binary::Add, position, low)?;
+    let share = grid * 0.5 + 0.5;
+    let mut position = share * (high - low) + low;
     if sampling.filter.is_none() {
-        position = scope.unary(Unary::Round, position)?;
+        position = position.round();
     }
-    let zero = scope.scalar(dtype, 0.0)?;
+    let zero = grid.number(0.0);
     if sampling.padding == Padding::Reflection {
-        position = reflect(scope, position, low, high)?;
+        position = reflect(position, low, high);
     }
     if sampling.padding == Padding::Border && sampling.border_first {
         // A position between the bound and the first element centre is not outside.
-        let below = scope.compare(Compare::Less, position, low)?;
-        let above = scope.compare(Compare::Less, high, position)?;
-        let outside = scope.binary(Binary::Or, below, above)?;
-        let is_inside = clamp(scope, position, zero, last)?;
-        position = scope.select(outside, is_inside, position)?;
+        let outside = position.less(low) | high.less(position);
+        position = outside.select(position.max(zero).min(last), position);
     }
     let (taps, weight) = match &sampling.filter {
         None => (position, None),
         Some((steps, filter)) => {
-            let steps = scope.constant(Tensor::from_f64(&[steps.len()], steps).cast(dtype))?;
-            let floor = scope.unary(Unary::Floor, position)?;
-            let taps = scope.binary(Binary::Add, floor, steps)?;
-            let distance = scope.binary(Binary::Sub, position, taps)?;
-            (taps, Some(filter_weights(scope, distance, filter)?))
+            let steps = Tensor::from_f64(&[steps.len()], steps).cast(grid.dtype());
+            let steps = grid.then(|build, _| build.constant(steps));
+            let taps = position.floor() + steps;
+            (taps, Some(filter_weights(position - taps, filter)))
         }
     };
-    let mut weight = weight;
-    let mut index = taps;
-    match sampling.padding {
+    let (index, weight) = match sampling.padding {
         Padding::Zeros => {
-            let starts = scope.compare(Compare::LessEqual, zero, taps)?;
-            let ends = scope.compare(Compare::LessEqual, taps, last)?;
-            let is_inside = scope.binary(Binary::And, starts, ends)?;
-            weight = Some(match weight {
-                Some(weight) => scope.select(is_inside, weight, zero)?,
-                None => scope.cast(is_inside, dtype)?,
-            });
+            let is_inside = zero.at_most(taps) & taps.at_most(last);
+            let inside_weight = match weight {
+                Some(weight) => is_inside.select(weight, zero),
+                None => is_inside.cast(grid.dtype()),
+            };
+            (taps, Some(inside_weight))
         }
-        Padding::Reflection => index = reflect(scope, taps, low, high)?,
-        Padding::Border => {}
-    }
-    let index = clamp(scope, index, zero, last)?;
-    Ok((scope.cast(index, DType::I64)?, weight))
-}
-
-fn clamp(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Result<Value, LowerReason> {
-    let above = scope.binary(Binary::Max, x, low)?;
-    scope.binary(Binary::Min, above, high)
+        Padding::Reflection => (reflect(taps, low, high), weight),
+        Padding::Border => (taps, weight),
+    };
+    let index = index.max(zero).min(last).cast(DType::I64);
+    [index, weight.unwrap_or(index)]
 }
 
 /// Reflects `x` at `low` and `high` into the range: with `s = high - low`, `low + s - |s - (x - low) mod 2s|`.
-fn reflect(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Result<Value, LowerReason> {
-    let span = scope.binary(Binary::Sub, high, low)?;
-    let period = scope.binary(Binary::Add, span, span)?;
-    let offset = scope.binary(Binary::Sub, x, low)?;
-    let phase = scope.binary(Binary::Mod, offset, period)?;
-    let distance = scope.binary(Binary::Sub, span, phase)?;
-    let distance = scope.unary(Unary::Abs, distance)?;
-    let folded = scope.binary(Binary::Sub, high, distance)?;
+fn reflect<'f>(x: Expr<'f>, low: Expr<'f>, high: Expr<'f>) -> Expr<'f> {
+    let span = high - low;
+    let period = span + span;
+    let distance = (span - (x - low) % period).abs();
+    let folded = high - distance;
     // With one element and `align_corners` the span is zero.
-    let zero = scope.scalar(scope.fact(span).dtype, 0.0)?;
-    let is_wide = scope.compare(Compare::Less, zero, span)?;
-    scope.select(is_wide, folded, low)
+    span.greater(0.0).select(folded, low)
 }
 
 /// Filter weights at signed distances `[…, K]`. The cubic filter has one polynomial for the two inner and one for the
 /// two outer neighbours.
-fn filter_weights(scope: &mut impl Build, distance: Value, filter: &Filter) -> Result<Value, LowerReason> {
-    let d = scope.unary(Unary::Abs, distance)?;
-    let Some(a) = filter.cubic else {
-        let minus = scope.unary(Unary::Neg, d)?;
-        return scope.with_number(Binary::Add, minus, 1.0);
-    };
-    let inner = polynomial(scope, d, [a + 2.0, -(a + 3.0), 0.0, 1.0])?;
-    let outside = polynomial(scope, d, [a, -5.0 * a, 8.0 * a, -4.0 * a])?;
-    let outer = scope.constant(Tensor::from_bool(&[4], &[true, false, false, true]))?;
-    scope.select(outer, outside, inner)
+fn filter_weights<'f>(distance: Expr<'f>, filter: &Filter) -> Expr<'f> {
+    let d = distance.abs();
+    let Some(a) = filter.cubic else { return -d + 1.0 };
+    let inner = polynomial(d, [a + 2.0, -(a + 3.0), 0.0, 1.0]);
+    let outside = polynomial(d, [a, -5.0 * a, 8.0 * a, -4.0 * a]);
+    let outer = Tensor::from_bool(&[4], &[true, false, false, true]);
+    d.then(|build, _| build.constant(outer)).select(outside, inner)
 }
 
-fn polynomial(scope: &mut impl Build, d: Value, coefficients: [f64; 4]) -> Result<Value, LowerReason> {
-    let [first, others @ ..] = coefficients;
-    let mut y = scope.with_number(Binary::Mul, d, first)?;
-    for (n, coefficient) in others.into_iter().enumerate() {
-        if n > 0 {
-            y = scope.binary(Binary::Mul, y, d)?;
-        }
-        y = scope.with_number(Binary::Add, y, coefficient)?;
-    }
-    Ok(y)
+fn polynomial(d: Expr<'_>, [c3, c2, c1, c0]: [f64; 4]) -> Expr<'_> {
+    ((d * c3 + c2) * d + c1) * d + c0
 }

@@ -1,9 +1,9 @@
 //! `OneHot` and `EyeLike`.
 
 use super::attribute::axis;
-use super::gather::{count, number};
+use super::gather::number;
+use super::random::dtype;
 use super::slice::part;
-use super::weight::dtype_of;
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
 use crate::op::{Binary, Compare};
@@ -31,7 +31,7 @@ pub fn one_hot(scope: &mut Scope<'_>) -> Outputs {
     let size = number(scope, &depth)?;
     let wrapped = scope.binary(Binary::Add, index, size)?;
     let index = scope.select(negative, wrapped, index)?;
-    let class_index = count(scope, shape.len(), at, &depth)?;
+    let class_index = scope.count(shape.len(), at, &depth)?;
     let is_class = scope.compare(Compare::Equal, class_index, index)?;
     let off = part(scope, values, 0, Dim::Known(0), Dim::Known(1))?;
     let on = part(scope, values, 0, Dim::Known(1), Dim::Known(2))?;
@@ -45,16 +45,9 @@ pub fn eye_like(scope: &mut Scope<'_>) -> Outputs {
     let [rows, columns] = fact.shape.as_slice() else {
         return Err(LowerReason::Inputs(format!("{fact} is not a matrix")));
     };
-    let dtype = match scope.is_set("dtype") {
-        true => {
-            let code = scope.int("dtype", 0)?;
-            let dtype = i32::try_from(code).ok().and_then(dtype_of);
-            dtype.ok_or_else(|| LowerReason::Unsupported(format!("a result of element type {code}")))?
-        }
-        false => fact.dtype,
-    };
+    let dtype = dtype(scope, fact.dtype)?;
     let diagonal = scope.int("k", 0)?;
-    let (mut row, column) = (count(scope, 2, 0, rows)?, count(scope, 2, 1, columns)?);
+    let (mut row, column) = (scope.count(2, 0, rows)?, scope.count(2, 1, columns)?);
     if diagonal != 0 {
         let diagonal = scope.constant(Tensor::from_i64(&[], &[diagonal]))?;
         row = scope.binary(Binary::Add, row, diagonal)?;

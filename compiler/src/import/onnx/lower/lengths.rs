@@ -3,9 +3,10 @@
 //! Lengths may be unknown at import time. All operations are comparisons and row gathers, so they are differentiable.
 //! In reverse direction, step `t` of a sequence of length `l` is step `l - 1 - t`; padding stays in place.
 
-use super::gather::{count, scale_index};
+use super::gather::scale_index;
 use super::{LowerReason, Scope};
 use crate::import::build::Build;
+use crate::import::formula::formula;
 use crate::op::{Binary, Compare, Gather, Op, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::{DType, Tensor};
@@ -46,7 +47,7 @@ impl Lengths {
 
     /// Condition that step `t` is within the sequence: `[T, N]`.
     fn is_valid(&self, scope: &mut Scope<'_>) -> Result<Value, LowerReason> {
-        let t = count(scope, 2, 0, &self.steps)?;
+        let t = scope.count(2, 0, &self.steps)?;
         scope.compare(Compare::Less, t, self.lengths)
     }
 
@@ -69,7 +70,7 @@ impl Lengths {
     fn rows(&self, scope: &mut Scope<'_>, x: Value, step: Value) -> Result<Value, LowerReason> {
         let rank = scope.fact(step).rank();
         let first = scale_index(scope, step, &self.batch)?;
-        let n = count(scope, rank, rank - 1, &self.batch)?;
+        let n = scope.count(rank, rank - 1, &self.batch)?;
         let row = scope.binary(Binary::Add, first, n)?;
         let width = scope.fact(x).shape[2].clone();
         let flat = scope.reshape(x, vec![self.steps.mul(&self.batch)?, width])?;
@@ -78,10 +79,8 @@ impl Lengths {
 
     /// Reverses the steps of each sequence of `x [T, N, H]`.
     pub fn reverse(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
-        let t = count(scope, 2, 0, &self.steps)?;
-        let one = scope.constant(Tensor::from_i64(&[], &[1]))?;
-        let last = scope.binary(Binary::Sub, self.lengths, one)?;
-        let reversed = scope.binary(Binary::Sub, last, t)?;
+        let t = scope.count(2, 0, &self.steps)?;
+        let reversed = formula(scope, [self.lengths, t], |[lengths, t]| lengths - 1.0 - t)?;
         let is_valid = self.is_valid(scope)?;
         let step = scope.select(is_valid, reversed, t)?;
         self.rows(scope, x, step)
@@ -89,10 +88,7 @@ impl Lengths {
 
     /// The row of `y [T, N, H]` at the last step of each sequence; `first` for empty sequences.
     pub fn final_state(&self, scope: &mut Scope<'_>, y: Value, first: Value) -> Result<Value, LowerReason> {
-        let one = scope.constant(Tensor::from_i64(&[], &[1]))?;
-        let end = scope.binary(Binary::Sub, self.lengths, one)?;
-        let zero = scope.constant(Tensor::from_i64(&[], &[0]))?;
-        let step = scope.binary(Binary::Max, end, zero)?;
+        let step = formula(scope, [self.lengths], |[lengths]| (lengths - 1.0).max(0.0))?;
         let row = self.rows(scope, y, step)?;
         let has_steps = self.at(scope, 0)?;
         scope.select(has_steps, row, first)

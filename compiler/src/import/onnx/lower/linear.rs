@@ -1,8 +1,9 @@
 //! Matrix products.
 
-use super::movement::transposed;
-use super::{Known, LowerReason, Outputs, Scope};
+use super::movement::swapped;
+use super::{Known, LowerReason, Outputs, Scope, one};
 use crate::import::build::Build;
+use crate::import::einsum::{self, Product};
 use crate::op::{Binary, MatMul, Op, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::{DType, Tensor};
@@ -37,6 +38,11 @@ pub fn product(scope: &mut impl Build, mut a: Value, mut b: Value) -> Result<Val
         shape.remove(row);
     }
     scope.reshape(y, shape)
+}
+
+pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
+    let (equation, count) = (scope.text("equation", "")?, scope.inputs.len());
+    one(einsum::einsum(scope, &equation, count, |scope, slot| scope.value(slot), Product::Transposed)?)
 }
 
 /// `alpha·A·B + beta·C`, with optional transposes.
@@ -77,8 +83,6 @@ pub fn multiply_axis(scope: &mut impl Build, x: Value, axis: usize, matrix: &Ten
     let dtype = if fact.dtype == DType::F64 { DType::F64 } else { DType::F32 };
     let matrix = scope.constant(matrix.cast(dtype))?;
     let last = fact.rank() - 1;
-    let mut perm: Vec<usize> = (0..=last).collect();
-    perm.swap(axis, last);
     let mut rows = scope.cast(x, dtype)?;
     let is_last = axis + 2 == fact.rank();
     if is_last {
@@ -87,7 +91,7 @@ pub fn multiply_axis(scope: &mut impl Build, x: Value, axis: usize, matrix: &Ten
         return scope.cast(y, fact.dtype);
     }
     if axis != last {
-        rows = transposed(scope, rows, perm.clone())?;
+        rows = swapped(scope, rows, axis, last)?;
     }
     if last == 0 {
         rows = scope.reshape(rows, vec![Dim::Known(1), fact.shape[0].clone()])?;
@@ -98,7 +102,7 @@ pub fn multiply_axis(scope: &mut impl Build, x: Value, axis: usize, matrix: &Ten
         y = scope.reshape(y, size)?;
     }
     if axis != last {
-        y = transposed(scope, y, perm)?;
+        y = swapped(scope, y, axis, last)?;
     }
     scope.cast(y, fact.dtype)
 }

@@ -10,7 +10,6 @@ use crate::import::onnx::lower::walk::Walk;
 use crate::import::onnx::lower::weight::dtype_of;
 use crate::import::onnx::lower::{Known, LowerReason, Scope, attribute, read_condition};
 use crate::import::onnx::model::{Dim as SourceDim, Node, ValueInfo};
-use crate::op::{Concat, Op};
 use crate::tensor::dim::Dim;
 use crate::tensor::{DType, Tensor};
 
@@ -196,9 +195,7 @@ fn slice_input(scope: &mut Scope<'_>, slot: usize, axis: usize, at: usize) -> Re
     let x = scope.materialise(&x)?;
     let (begin, end) = (Dim::Known(at as i64), Dim::Known(at as i64 + 1));
     let slice = part(scope, x, axis, begin, end)?;
-    let mut shape = scope.fact(slice).shape;
-    shape.remove(axis);
-    Ok(Known::Value(scope.reshape(slice, shape)?))
+    Ok(Known::Value(scope.squeeze(slice, axis)?))
 }
 
 /// Stacks the results of all iterations along a new axis. Without iterations, the file must declare the shape.
@@ -222,15 +219,10 @@ fn stack(
     let mut at = 0;
     for item in &items {
         let value = scope.materialise(item)?;
-        let mut shape = scope.fact(value).shape;
-        at = attribute::axis(axis, shape.len() + 1)?;
-        shape.insert(at, Dim::Known(1));
-        parts.push(scope.reshape(value, shape)?);
+        at = attribute::axis(axis, scope.fact(value).rank() + 1)?;
+        parts.push(scope.unsqueeze(value, at)?);
     }
-    match parts.as_slice() {
-        [one] => Ok(Known::Value(*one)),
-        _ => Ok(Known::Value(scope.add(Op::Concat(Concat { axis: at }), &parts)?)),
-    }
+    Ok(Known::Value(scope.concat(&parts, at)?))
 }
 
 /// Stacks constants of equal shape along a new axis 0; `None` if they differ or are too large.

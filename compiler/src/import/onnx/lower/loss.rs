@@ -1,12 +1,10 @@
 //! Loss operators: cross-entropy from logits, and negative log-likelihood from log-probabilities.
 
-use super::{Known, LowerReason, Outputs, Scope};
+use super::{Known, LowerReason, Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::equal_sizes::agree;
 use crate::import::symbolic_batch::with_batch_of;
-use crate::op::{Binary, Compare, CrossEntropy, Gather, Iota, LogSoftmax, Op, ReduceKind, Unary, Value};
-use crate::tensor::dim::Dim;
-use crate::tensor::fact::Fact;
+use crate::op::{Binary, Compare, CrossEntropy, Gather, LogSoftmax, Op, ReduceKind, Unary, Value};
 use crate::tensor::{DType, Tensor};
 
 #[derive(Clone, Copy, PartialEq)]
@@ -22,11 +20,7 @@ fn reduction(scope: &Scope<'_>) -> Result<Reduction, LowerReason> {
         "none" => Ok(Reduction::None),
         "sum" => Ok(Reduction::Sum),
         "mean" => Ok(Reduction::Mean),
-        other => Err(LowerReason::Attribute {
-            name: "reduction",
-            found: format!("`{other}`"),
-            expected: "`none`, `sum` or `mean`",
-        }),
+        other => Err(LowerReason::attribute("reduction", format!("`{other}`"), "`none`, `sum` or `mean`")),
     }
 }
 
@@ -61,19 +55,29 @@ pub fn softmax_cross_entropy(scope: &mut Scope<'_>) -> Outputs {
     Ok(outputs)
 }
 
-/// Negative log-likelihood of log-probabilities. After a LogSoftmax over the classes it becomes a cross-entropy of the
-/// logits.
+/// Negative log-likelihood of log-probabilities.
 pub fn negative_log_likelihood(scope: &mut Scope<'_>) -> Outputs {
     let (logarithm, target) = (scope.value(0)?, scope.value(1)?);
     let (reduction, ignore) = (reduction(scope)?, ignore_index(scope)?);
-    let is_log_softmax = scope.graph.node(logarithm.node).op == Op::LogSoftmax(LogSoftmax { axis: 1 });
-    if reduction == Reduction::Mean && !scope.has(2) && is_log_softmax {
-        let logits = scope.graph.inputs(logarithm.node);
-        let loss = scope.add(Op::CrossEntropy(CrossEntropy::new(1, ignore)), &[logits[0], target])?;
-        return Ok(vec![Known::Value(loss)]);
-    }
     let weights = scope.optional(2)?;
-    Ok(vec![Known::Value(select_class(scope, logarithm, target, weights, reduction, ignore)?)])
+    one(of_log_probabilities(scope, logarithm, target, weights, reduction, ignore)?)
+}
+
+/// The loss of log-probabilities. The mean after a LogSoftmax over the classes is a cross-entropy of the logits.
+pub fn of_log_probabilities(
+    scope: &mut impl Build,
+    logarithm: Value,
+    target: Value,
+    weights: Option<Value>,
+    reduction: Reduction,
+    ignore: Option<i64>,
+) -> Result<Value, LowerReason> {
+    let is_log_softmax = scope.graph().node(logarithm.node).op == Op::LogSoftmax(LogSoftmax { axis: 1 });
+    if reduction == Reduction::Mean && weights.is_none() && is_log_softmax {
+        let logits = scope.graph().inputs(logarithm.node)[0];
+        return scope.add(Op::CrossEntropy(CrossEntropy::new(1, ignore)), &[logits, target]);
+    }
+    select_class(scope, logarithm, target, weights, reduction, ignore)
 }
 
 /// The reduced loss `-weight[target]·logarithm[target]` over targets that are not ignored. The mean divides by the sum
@@ -106,12 +110,8 @@ pub fn select_class(
     }
     let target = scope.cast(target, DType::I64)?;
     // One-hot comparison: class indices along axis 1, broadcast against the targets.
-    let mut ones = vec![Dim::Known(1); fact.rank()];
-    ones[1] = fact.shape[1].clone();
-    let classes = scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, ones), axis: 1 }), &[])?;
-    let mut row = row_shape.clone();
-    row.insert(1, Dim::Known(1));
-    let column = scope.reshape(target, row)?;
+    let classes = scope.count(fact.rank(), 1, &fact.shape[1])?;
+    let column = scope.unsqueeze(target, 1)?;
     let is_target = scope.compare(Compare::Equal, classes, column)?;
     let zero = scope.scalar(fact.dtype, 0.0)?;
     let at_target = scope.select(is_target, logarithm, zero)?;

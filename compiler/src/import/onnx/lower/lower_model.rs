@@ -166,7 +166,7 @@ fn finish(mut walk: Walk<'_>, model: &OnnxModel) -> Result<Lowered, LowerError> 
             continue;
         }
         // Graph outputs are read like the inputs of a node.
-        let reader = Node { inputs: vec![output.name.clone()], ..nameless() };
+        let reader = Node { inputs: vec![output.name.clone()], ..Node::default() };
         let value = match walk.scope(&reader) {
             Some(mut scope) => scope.value(0),
             None => Err(LowerReason::Missing { slot: 0 }),
@@ -197,18 +197,4 @@ pub fn used_weights(graph: &Graph, mut weights: Vec<Weight>) -> Vec<Weight> {
     let names: HashSet<&str> = graph.ids().filter_map(name).collect();
     weights.retain(|w| names.contains(w.name.as_str()));
     weights
-}
-
-fn nameless() -> Node {
-    Node {
-        name: String::new(),
-        op_type: String::new(),
-        domain: String::new(),
-        overload: String::new(),
-        inputs: Vec::new(),
-        outputs: Vec::new(),
-        attributes: Vec::new(),
-        module: String::new(),
-        metadata: Vec::new(),
-    }
 }

@@ -8,10 +8,10 @@ use super::{Known, LowerReason, Outputs, Scope, one, symbol};
 use crate::import::build::Build;
 use crate::import::embedding;
 use crate::import::equal_sizes::agree;
+use crate::import::lower_error::at_least_one;
 use crate::import::symbolic_batch::{sample, with_batch_of};
-use crate::op::{Binary, Compare, Concat, Gather, Iota, Op, Pad, Transpose, Value};
+use crate::op::{Binary, Compare, Gather, Op, Pad, Transpose, Value};
 use crate::tensor::dim::Dim;
-use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 use std::cmp::Ordering;
 
@@ -31,6 +31,20 @@ pub fn transposed(scope: &mut impl Build, x: Value, perm: Vec<usize>) -> Result<
         return Ok(x);
     }
     scope.add(Op::Transpose(Transpose { perm }), &[x])
+}
+
+/// `x` with two axes exchanged.
+pub fn swapped(scope: &mut impl Build, x: Value, a: usize, b: usize) -> Result<Value, LowerReason> {
+    let mut perm: Vec<usize> = (0..scope.fact(x).rank()).collect();
+    perm.swap(a, b);
+    transposed(scope, x, perm)
+}
+
+/// `x` with its axes back where they were before they were permuted by `perm`.
+pub fn permuted_back(scope: &mut impl Build, x: Value, perm: &[usize]) -> Result<Value, LowerReason> {
+    let mut inverse = vec![0; perm.len()];
+    perm.iter().enumerate().for_each(|(at, from)| inverse[*from] = at);
+    transposed(scope, x, inverse)
 }
 
 /// The broadcast shape of two shapes. A symbol and a number other than 1 do not broadcast.
@@ -91,10 +105,7 @@ pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     let rank = scope.fact_of(0)?.rank();
     let axis = axis(scope.int("axis", 1)?, rank)?;
     let parts = (0..scope.inputs.len()).map(|slot| scope.value(slot)).collect::<Result<Vec<_>, _>>()?;
-    match parts.as_slice() {
-        [only] => one(*only),
-        _ => scope.add(Op::Concat(Concat { axis }), &parts).and_then(one),
-    }
+    scope.concat(&parts, axis).and_then(one)
 }
 
 pub fn gather(scope: &mut Scope<'_>) -> Outputs {
@@ -216,6 +227,17 @@ pub fn repeated(scope: &mut impl Build, x: Value, dims: &[Dim], repeats: &[Dim])
     scope.reshape(x, merged_shape)
 }
 
+/// `x` with every element of an axis repeated.
+pub fn repeat_elements(scope: &mut impl Build, x: Value, axis: usize, repeats: &Dim) -> Result<Value, LowerReason> {
+    let shape = scope.fact(x).shape;
+    let (mut expanded_shape, mut merged_shape) = (shape.clone(), shape.clone());
+    expanded_shape.insert(axis + 1, repeats.clone());
+    merged_shape[axis] = shape[axis].mul(repeats)?;
+    let x = scope.unsqueeze(x, axis + 1)?;
+    let x = scope.broadcast(x, expanded_shape)?;
+    scope.reshape(x, merged_shape)
+}
+
 pub fn trilu(scope: &mut Scope<'_>) -> Outputs {
     let upper = scope.flag("upper", true)?;
     let x = scope.value(0)?;
@@ -245,10 +267,7 @@ fn triangle_at(scope: &mut impl Build, x: Value, upper: bool, diagonal: Option<V
     let [.., rows, columns] = fact.shape.as_slice() else {
         return Err(LowerReason::Inputs(format!("a tensor of rank {} has no diagonal", fact.rank())));
     };
-    let column = Fact::new(DType::I64, vec![rows.clone(), Dim::Known(1)]);
-    let row = Fact::new(DType::I64, vec![Dim::Known(1), columns.clone()]);
-    let mut i = scope.add(Op::Iota(Iota { fact: column, axis: 0 }), &[])?;
-    let j = scope.add(Op::Iota(Iota { fact: row, axis: 1 }), &[])?;
+    let (mut i, j) = (scope.count(2, 0, rows)?, scope.count(2, 1, columns)?);
     if let Some(diagonal) = diagonal {
         i = scope.binary(Binary::Add, i, diagonal)?;
     }
@@ -292,11 +311,7 @@ pub fn space_to_depth(scope: &mut Scope<'_>) -> Outputs {
 }
 
 fn blocks(scope: &mut Scope<'_>) -> Result<(Value, Dim, [Dim; 4]), LowerReason> {
-    let size = scope.int("blocksize", 1)?;
-    if size < 1 {
-        let expected = "an integer of at least 1";
-        return Err(LowerReason::Attribute { name: "blocksize", found: size.to_string(), expected });
-    }
+    let size = at_least_one("blocksize", scope.int("blocksize", 1)?)?;
     let x = scope.value(0)?;
     let dims: Result<[Dim; 4], _> = scope.fact(x).shape.try_into();
     let dims = dims.map_err(|_| LowerReason::Inputs("the input does not have rank 4".to_string()))?;

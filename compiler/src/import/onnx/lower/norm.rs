@@ -3,19 +3,15 @@
 use super::attribute::{axes, axis};
 use super::slice::part;
 use super::window::with_bias;
-use super::{Known, LowerReason, Outputs, Scope};
+use super::{Known, LowerReason, Outputs, Scope, one};
 use crate::graph::MovingAverage;
 use crate::import::build::Build;
-use crate::op::{BatchNorm, Binary, LayerNorm, Op, Pad, ReduceKind, Unary, Value};
-use crate::tensor::DType;
+use crate::import::formula::formula;
+use crate::import::lower_error::at_least_one;
+use crate::import::norm::{filled, grouped, root_mean_square};
+use crate::op::{BatchNorm, Binary, LayerNorm, Op, Pad, Value};
 use crate::tensor::dim::Dim;
 use crate::text::name::short_name;
-
-/// A constant-valued tensor, in place of an omitted scale or bias.
-pub fn filled(scope: &mut impl Build, dtype: DType, shape: &[Dim], value: f64) -> Result<Value, LowerReason> {
-    let value = scope.scalar(dtype, value)?;
-    scope.broadcast(value, shape.to_vec())
-}
 
 pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
     let (x, scale) = (scope.value(0)?, scope.value(1)?);
@@ -35,15 +31,10 @@ pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
 /// `x/√(mean(x²) + epsilon)·scale` over all axes from `axis` on.
 pub fn rms_norm(scope: &mut Scope<'_>) -> Outputs {
     let (x, scale) = (scope.value(0)?, scope.value(1)?);
-    let rank = scope.fact(x).rank();
-    let first = axis(scope.int("axis", -1)?, rank)?;
+    let first = axis(scope.int("axis", -1)?, scope.fact(x).rank())?;
     let epsilon = scope.float("epsilon", 1e-5)?;
-    let square = scope.binary(Binary::Mul, x, x)?;
-    let mean = scope.reduce(ReduceKind::Mean, square, &(first..rank).collect::<Vec<_>>(), true)?;
-    let shifted = scope.with_number(Binary::Add, mean, epsilon)?;
-    let rsqrt = scope.unary(Unary::Rsqrt, shifted)?;
-    let normal = scope.binary(Binary::Mul, x, rsqrt)?;
-    Ok(vec![Known::Value(scope.binary(Binary::Mul, normal, scale)?)])
+    let normal = root_mean_square(scope, x, first, epsilon)?;
+    one(scope.binary(Binary::Mul, normal, scale)?)
 }
 
 /// `(x - mean)/(deviation + 1e-9)`; the default axes are 0, 2 and 3.
@@ -51,29 +42,10 @@ pub fn mean_variance(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let axes_given = scope.ints("axes")?.unwrap_or_else(|| vec![0, 2, 3]);
     let axes = axes(&axes_given, scope.fact(x).rank())?;
-    let mean = scope.reduce(ReduceKind::Mean, x, &axes, true)?;
-    let centred = scope.binary(Binary::Sub, x, mean)?;
-    let square = scope.binary(Binary::Mul, centred, centred)?;
-    let variance = scope.reduce(ReduceKind::Mean, square, &axes, true)?;
-    let deviation = scope.root(variance, 2.0)?;
-    let below = scope.with_number(Binary::Add, deviation, 1e-9)?;
-    Ok(vec![Known::Value(scope.binary(Binary::Div, centred, below)?)])
-}
-
-/// Normalises `x [N, groups, …]` over all axes after the groups, without scale and bias.
-pub fn grouped(scope: &mut impl Build, x: Value, groups: Dim, epsilon: f64) -> Result<Value, LowerReason> {
-    let fact = scope.fact(x);
-    let [batch, channels, spatial @ ..] = fact.shape.as_slice() else {
-        return Err(LowerReason::Inputs(format!("its input {fact} has no channels")));
-    };
-    let mut inner = vec![channels.div_exact(&groups)?];
-    inner.extend(spatial.iter().cloned());
-    let mut group_shape = vec![batch.clone(), groups];
-    group_shape.extend(inner.iter().cloned());
-    let (ones, zeros) = (filled(scope, fact.dtype, &inner, 1.0)?, filled(scope, fact.dtype, &inner, 0.0)?);
-    let x = scope.reshape(x, group_shape)?;
-    let y = scope.add(Op::LayerNorm(LayerNorm { axis: 2, epsilon }), &[x, ones, zeros])?;
-    scope.reshape(y, fact.shape)
+    one(formula(scope, [x], |[x]| {
+        let centred = x - x.mean(&axes, true);
+        centred / (centred.squared().mean(&axes, true).root(2.0) + 1e-9)
+    })?)
 }
 
 pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
@@ -86,11 +58,7 @@ pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
 }
 
 pub fn group_norm(scope: &mut Scope<'_>) -> Outputs {
-    let groups = scope.int("num_groups", 0)?;
-    if groups < 1 {
-        let expected = "an integer of at least 1";
-        return Err(LowerReason::Attribute { name: "num_groups", found: groups.to_string(), expected });
-    }
+    let groups = at_least_one("num_groups", scope.int("num_groups", 0)?)?;
     let (x, mut scale, mut bias) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
     let fact = scope.fact(x);
     if scope.opset < 21 && fact.rank() > 1 {
@@ -116,8 +84,7 @@ const NEIGHBOURS: i64 = 256;
 pub fn local_response(scope: &mut Scope<'_>) -> Outputs {
     let size = scope.int("size", 0)?;
     if !(1..=NEIGHBOURS).contains(&size) {
-        let expected = "an integer from 1 to 256";
-        return Err(LowerReason::Attribute { name: "size", found: size.to_string(), expected });
+        return Err(LowerReason::attribute("size", size, "an integer from 1 to 256"));
     }
     let (alpha, beta) = (scope.float("alpha", 1e-4)?, scope.float("beta", 0.75)?);
     let bias = scope.float("bias", 1.0)?;
@@ -142,10 +109,7 @@ pub fn local_response(scope: &mut Scope<'_>) -> Outputs {
         let next = part(scope, padded, 1, begin.clone(), begin.add(channels)?)?;
         sum = scope.binary(Binary::Add, sum, next)?;
     }
-    let scaled = scope.with_number(Binary::Mul, sum, alpha / size as f64)?;
-    let shifted = scope.with_number(Binary::Add, scaled, bias)?;
-    let power = scope.with_number(Binary::Pow, shifted, beta)?;
-    Ok(vec![Known::Value(scope.binary(Binary::Div, x, power)?)])
+    one(formula(scope, [x, sum], |[x, sum]| x / (sum * (alpha / size as f64) + bias).pow(beta))?)
 }
 
 /// BatchNorm with batch statistics in training mode, else with running statistics.
@@ -185,10 +149,10 @@ fn with_batch(scope: &mut Scope<'_>, inputs: [Value; 3], epsilon: f64, keep: f64
             }
             _ => {
                 let previous = scope.value(slot)?;
-                let previous = scope.with_number(Binary::Mul, previous, keep)?;
-                let updated = scope.cast(sample, scope.fact(previous).dtype)?;
-                let updated = scope.with_number(Binary::Mul, updated, 1.0 - keep)?;
-                results[slot - 2] = Known::Value(scope.binary(Binary::Add, previous, updated)?);
+                let updated = formula(scope, [previous, sample], |[previous, sample]| {
+                    previous * keep + sample.cast(previous.dtype()) * (1.0 - keep)
+                })?;
+                results[slot - 2] = Known::Value(updated);
                 scope.ledger.warnings.push(format!(
                     "node `{}`: a running statistic of BatchNormalization is not an initializer; its updates are not \
                     stored",
@@ -211,9 +175,7 @@ fn normalise_with_stored(scope: &mut Scope<'_>, x: Value, scale: Value, bias: Va
     };
     let (mean, variance) = (stored(3)?, stored(4)?);
     let centred = with_bias(scope, Binary::Sub, x, mean)?;
-    let shifted = scope.with_number(Binary::Add, variance, epsilon)?;
-    let rstd = scope.unary(Unary::Rsqrt, shifted)?;
-    let factor = scope.binary(Binary::Mul, rstd, scale)?;
+    let factor = formula(scope, [variance, scale], |[variance, scale]| (variance + epsilon).rsqrt() * scale)?;
     let y = with_bias(scope, Binary::Mul, centred, factor)?;
     let y = with_bias(scope, Binary::Add, y, bias)?;
     Ok(vec![Known::Value(y)])

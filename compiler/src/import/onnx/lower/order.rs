@@ -1,9 +1,10 @@
 //! Sorting and cumulative operators: `TopK`, `CumSum`, `CumProd`, `Hardmax`, `ReverseSequence`.
 
 use super::attribute::axis;
-use super::gather::{count, number, scale_index};
+use super::gather::{number, scale_index};
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
+use crate::import::formula::formula;
 use crate::op::{ArgReduce, Binary, Compare, Cumulative, CumulativeKind, Flip, Gather, Op, TopK, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
@@ -56,7 +57,7 @@ pub fn hardmax(scope: &mut Scope<'_>) -> Outputs {
     }
     let rows = scope.reshape(x, flat.clone())?;
     let index = scope.add(Op::ArgReduce(ArgReduce { largest: true, axis: at, keep: true }), &[rows])?;
-    let class_index = count(scope, flat.len(), at, &flat[at])?;
+    let class_index = scope.count(flat.len(), at, &flat[at])?;
     let is_maximum = scope.compare(Compare::Equal, class_index, index)?;
     let is_maximum = scope.reshape(is_maximum, fact.shape)?;
     Ok(vec![Known::Value(scope.cast(is_maximum, fact.dtype)?)])
@@ -83,13 +84,12 @@ pub fn reverse_sequence(scope: &mut Scope<'_>) -> Outputs {
     shape[batch] = dims[batch].clone();
     let lengths = scope.reshape(lengths, shape)?;
     // Within a sequence of n steps, step t comes from step n - 1 - t.
-    let step = count(scope, 2, time, &dims[time])?;
+    let step = scope.count(2, time, &dims[time])?;
     let is_valid = scope.compare(Compare::Less, step, lengths)?;
-    let last = scope.with_number(Binary::Sub, lengths, 1.0)?;
-    let mirrored = scope.binary(Binary::Sub, last, step)?;
+    let mirrored = formula(scope, [lengths, step], |[lengths, step]| lengths - 1.0 - step)?;
     let from = scope.select(is_valid, mirrored, step)?;
     let from = scale_index(scope, from, if time == 0 { &dims[1] } else { &Dim::Known(1) })?;
-    let example = count(scope, 2, batch, &dims[batch])?;
+    let example = scope.count(2, batch, &dims[batch])?;
     let example = scale_index(scope, example, if batch == 0 { &dims[1] } else { &Dim::Known(1) })?;
     let positions = scope.binary(Binary::Add, from, example)?;
     let flat = super::gather::read_joined(scope, x, 2)?;

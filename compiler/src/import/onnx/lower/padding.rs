@@ -33,7 +33,7 @@ impl Mode {
     }
 
     /// The source index for a position before, inside or after an axis of `size > 0`.
-    fn source(self, position: i64, size: i64) -> i64 {
+    pub fn source(self, position: i64, size: i64) -> i64 {
         match self {
             Mode::Edge => position.clamp(0, size - 1),
             Mode::Wrap => position.rem_euclid(size),

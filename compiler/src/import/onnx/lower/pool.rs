@@ -1,15 +1,16 @@
 //! Pooling operators beyond max and average pooling: max-pool indices, `MaxUnpool`, Lp pooling, `LpNormalization`,
 //! `Col2Im`.
 
-use super::gather::{count, scale_index};
+use super::gather::scale_index;
 use super::slice::full_slice;
 use super::window::{pool_window, spatial_of};
-use super::{Known, LowerReason, Outputs, Scope};
+use super::{Known, LowerReason, Outputs, Scope, one};
 use crate::import::build::Build;
+use crate::import::formula::formula;
+use crate::import::lower_error::at_least_one;
+use crate::import::norm;
 use crate::import::patches::Patches;
-use crate::op::{
-    ArgReduce, Binary, Compare, Concat, Conv, Gather, Op, Pad, ReduceKind, ScatterAdd, Select, Unary, Value, Window,
-};
+use crate::op::{ArgReduce, Binary, Conv, Gather, Op, Pad, ScatterAdd, Value, Window};
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::{DType, Tensor};
 
@@ -80,8 +81,7 @@ pub fn places(
         parts.push(scope.reshape(elements, column.clone())?);
         table.push(index);
     }
-    let elements =
-        if let [part] = parts[..] { part } else { scope.add(Op::Concat(Concat { axis: axes + 2 }), &parts)? };
+    let elements = scope.concat(&parts, axes + 2)?;
     let winner = scope.add(Op::ArgReduce(ArgReduce { largest: true, axis: axes + 2, keep: false }), &[elements])?;
     let table = scope.constant(Tensor::from_i64(&[taps], &table))?;
     let mut index = scope.add(Op::Gather(Gather { axis: 0 }), &[table, winner])?;
@@ -93,7 +93,7 @@ pub fn places(
     }
     for (axis, step) in steps.iter().enumerate() {
         let size = scope.fact(index).shape[axis].clone();
-        let number = count(scope, axes + 2, axis, &size)?;
+        let number = scope.count(axes + 2, axis, &size)?;
         let start = scale_index(scope, number, step)?;
         index = scope.binary(Binary::Add, index, start)?;
     }
@@ -152,41 +152,14 @@ pub fn max_unpool(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(y)])
 }
 
-/// The terms `|x|^p` of a p-norm and the root of their sum.
-struct Norm {
-    p: i64,
-}
-
-impl Norm {
-    fn read(scope: &Scope<'_>) -> Result<Norm, LowerReason> {
-        match scope.int("p", 2)? {
-            p if p > 0 => Ok(Norm { p }),
-            p => Err(LowerReason::Attribute { name: "p", found: p.to_string(), expected: "an integer of at least 1" }),
-        }
-    }
-
-    fn power(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
-        match self.p {
-            1 => scope.unary(Unary::Abs, x),
-            2 => scope.binary(Binary::Mul, x, x),
-            p => {
-                let size = scope.unary(Unary::Abs, x)?;
-                scope.with_number(Binary::Pow, size, p as f64)
-            }
-        }
-    }
-
-    fn root(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
-        match self.p {
-            1 => Ok(x),
-            p => scope.root(x, p as f64),
-        }
-    }
+/// The order of a p-norm.
+fn order(scope: &Scope<'_>) -> Result<f64, LowerReason> {
+    Ok(at_least_one("p", scope.int("p", 2)?)? as f64)
 }
 
 /// The p-norm of each window: a convolution of the powers with ones.
 pub fn lp_pool(scope: &mut Scope<'_>) -> Outputs {
-    let (x, norm) = (scope.value(0)?, Norm::read(scope)?);
+    let (x, p) = (scope.value(0)?, order(scope)?);
     let (kernel, mut window, ceil) = pool_window(scope, x)?;
     let fact = scope.fact(x);
     let spatial = fact.shape[2..].to_vec();
@@ -204,39 +177,35 @@ pub fn lp_pool(scope: &mut Scope<'_>) -> Outputs {
             }
         }
     }
-    let power = norm.power(scope, x)?;
+    let power = formula(scope, [x], |[x]| norm::power(x, p))?;
     let alone = [vec![fact.shape[0].mul(&fact.shape[1])?, Dim::Known(1)], spatial].concat();
     let power = scope.reshape(power, alone)?;
-    let one = scope.scalar(fact.dtype, 1.0)?;
-    let ones = scope.broadcast(one, [vec![Dim::Known(1); 2], dims_of(&kernel)].concat())?;
+    let unit = scope.scalar(fact.dtype, 1.0)?;
+    let ones = scope.broadcast(unit, [vec![Dim::Known(1); 2], dims_of(&kernel)].concat())?;
     let sum = scope.add(Op::Conv(Conv { window, groups: 1 }), &[power, ones])?;
     let windows = scope.fact(sum).shape[2..].to_vec();
     let sum = scope.reshape(sum, [fact.shape[..2].to_vec(), windows].concat())?;
-    Ok(vec![Known::Value(norm.root(scope, sum)?)])
+    one(formula(scope, [sum], |[sum]| norm::root(sum, p))?)
 }
 
 pub fn global_lp_pool(scope: &mut Scope<'_>) -> Outputs {
-    let (x, norm) = (scope.value(0)?, Norm::read(scope)?);
+    let (x, p) = (scope.value(0)?, order(scope)?);
     spatial_of(scope, x)?;
     let axes: Vec<usize> = (2..scope.fact(x).rank()).collect();
-    let power = norm.power(scope, x)?;
-    let sum = scope.reduce(ReduceKind::Sum, power, &axes, true)?;
-    Ok(vec![Known::Value(norm.root(scope, sum)?)])
+    one(formula(scope, [x], |[x]| norm::norm(x, p, &axes, true))?)
 }
 
 /// `x / ‖x‖` along an axis; zeros where the norm is zero.
 pub fn lp_normalization(scope: &mut Scope<'_>) -> Outputs {
-    let (x, norm) = (scope.value(0)?, Norm::read(scope)?);
-    let fact = scope.fact(x);
-    let at = super::attribute::axis(scope.int("axis", -1)?, fact.rank())?;
-    let power = norm.power(scope, x)?;
-    let sum = scope.reduce(ReduceKind::Sum, power, &[at], true)?;
-    // The root has no finite gradient at zero, so the sum is replaced by one there.
-    let (zero, one) = (scope.scalar(fact.dtype, 0.0)?, scope.scalar(fact.dtype, 1.0)?);
-    let is_zero = scope.compare(Compare::Equal, sum, zero)?;
-    let sum = scope.add(Op::Select(Select {}), &[is_zero, one, sum])?;
-    let length = norm.root(scope, sum)?;
-    Ok(vec![Known::Value(scope.binary(Binary::Div, x, length)?)])
+    let (x, p) = (scope.value(0)?, order(scope)?);
+    let at = super::attribute::axis(scope.int("axis", -1)?, scope.fact(x).rank())?;
+    one(formula(scope, [x], |[x]| {
+        let sum = norm::power(x, p).sum(&[at], true);
+        // The root has no finite gradient at zero, so the sum is replaced by one there.
+        let (zero, unit) = (sum.number(0.0), sum.number(1.0));
+        let sum = sum.equals(zero).select(unit, sum);
+        x / norm::root(sum, p)
+    })?)
 }
 
 /// `Col2Im`: sums columns `[N, C·block, windows]` into an image.

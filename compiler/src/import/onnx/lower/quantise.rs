@@ -6,11 +6,11 @@
 use super::attribute::axis;
 use super::linear::product;
 use super::slice::part;
-use super::weight::dtype_of;
 use super::window::convolve;
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
-use crate::op::{Binary, Compare, ReduceKind, Unary, Value};
+use crate::import::formula::{formula, formulas};
+use crate::op::{Binary, ReduceKind, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
@@ -29,10 +29,7 @@ fn range(dtype: DType) -> Result<(f64, f64), LowerReason> {
 fn type_of(scope: &Scope<'_>, name: &'static str) -> Result<Option<DType>, LowerReason> {
     match scope.int(name, 0)? {
         0 => Ok(None),
-        code => match i32::try_from(code).ok().and_then(dtype_of) {
-            Some(dtype) => Ok(Some(dtype)),
-            None => Err(LowerReason::Unsupported(format!("the element type {code}"))),
-        },
+        _ => scope.element_type(name, 0, "the").map(Some),
     }
 }
 
@@ -75,9 +72,7 @@ fn saturate(scope: &mut Scope<'_>, x: Value, zero: Option<Value>, to: DType) -> 
         let zero = scope.cast(zero, scope.fact(y).dtype)?;
         y = scope.binary(Binary::Add, y, zero)?;
     }
-    let y = scope.with_number(Binary::Max, y, lowest)?;
-    let y = scope.with_number(Binary::Min, y, greatest)?;
-    scope.cast(y, to)
+    formula(scope, [y], |[y]| y.clamp(lowest, greatest).cast(to))
 }
 
 /// `x / scale`, rounded, plus the zero point.
@@ -117,19 +112,16 @@ pub fn dequantize(scope: &mut Scope<'_>) -> Outputs {
 pub fn dynamic_quantize(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let axes: Vec<usize> = (0..scope.fact(x).rank()).collect();
-    let maximum = scope.reduce(ReduceKind::Max, x, &axes, false)?;
-    let maximum = scope.with_number(Binary::Max, maximum, 0.0)?;
-    let minimum = scope.reduce(ReduceKind::Min, x, &axes, false)?;
-    let minimum = scope.with_number(Binary::Min, minimum, 0.0)?;
-    let reach = scope.binary(Binary::Sub, maximum, minimum)?;
-    // For an all-zero input any scale is valid.
-    let dtype = scope.fact(x).dtype;
-    let (zero, one) = (scope.scalar(dtype, 0.0)?, scope.scalar(dtype, 1.0)?);
-    let flat = scope.compare(Compare::Equal, reach, zero)?;
-    let scale = scope.with_number(Binary::Div, reach, 255.0)?;
-    let scale = scope.select(flat, one, scale)?;
-    let below = scope.binary(Binary::Div, minimum, scale)?;
-    let zero = scope.unary(Unary::Neg, below)?;
+    let [scale, zero] = formulas(scope, [x], |[x]| {
+        let maximum = x.reduce(ReduceKind::Max, &axes, false).max(0.0);
+        let minimum = x.reduce(ReduceKind::Min, &axes, false).min(0.0);
+        let reach = maximum - minimum;
+        // For an all-zero input any scale is valid.
+        let (zero, one) = (reach.number(0.0), reach.number(1.0));
+        let flat = reach.equals(zero);
+        let scale = flat.select(one, reach / 255.0);
+        [scale, -(minimum / scale)]
+    })?;
     let zero = saturate(scope, zero, None, DType::U8)?;
     let y = scope.binary(Binary::Div, x, scale)?;
     let y = saturate(scope, y, Some(zero), DType::U8)?;
@@ -183,10 +175,7 @@ pub fn conv_integer(scope: &mut Scope<'_>) -> Outputs {
 /// `y·(a·b / c)`, quantised again. The quotient has the precision of the scales.
 fn requantise(scope: &mut Scope<'_>, y: Value, scales: [Value; 3], zero: Option<Value>) -> Result<Value, LowerReason> {
     let [a, b, c] = scales;
-    let product = scope.binary(Binary::Mul, a, b)?;
-    let ratio = scope.binary(Binary::Div, product, c)?;
-    let ratio = scope.cast(ratio, DType::F64)?;
-    let y = scope.binary(Binary::Mul, y, ratio)?;
+    let y = formula(scope, [y, a, b, c], |[y, a, b, c]| y * (a * b / c).cast(DType::F64))?;
     let to = zero.map_or(DType::U8, |zero| scope.fact(zero).dtype);
     saturate(scope, y, zero, to)
 }

@@ -1,20 +1,14 @@
 //! `RandomUniform`, `RandomNormal`, their `Like` variants, and `Bernoulli`. The standard does not define the numbers
 //! for a seed; here they are derived from the counter also used for dropout.
 
-use super::weight::dtype_of;
 use super::{LowerReason, Outputs, Scope, one};
 use crate::import::random;
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
 /// The element type in attribute `dtype`, or `natural` if it is absent.
-fn dtype(scope: &Scope<'_>, natural: DType) -> Result<DType, LowerReason> {
-    if !scope.is_set("dtype") {
-        return Ok(natural);
-    }
-    let code = scope.int("dtype", 0)?;
-    let dtype = i32::try_from(code).ok().and_then(dtype_of);
-    dtype.ok_or_else(|| LowerReason::Unsupported(format!("a result of element type {code}")))
+pub fn dtype(scope: &Scope<'_>, natural: DType) -> Result<DType, LowerReason> {
+    if scope.is_set("dtype") { scope.element_type("dtype", 0, "a result of") } else { Ok(natural) }
 }
 
 /// Element type and shape of the result: with `like` those of the operand, else from attributes.

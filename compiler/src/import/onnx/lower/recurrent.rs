@@ -163,10 +163,7 @@ impl DirectionWeights {
             let (begin, end) = (Dim::Known(piece.begin), Dim::Known(piece.end));
             parts.push(if is_whole { flat } else { part(scope, flat, 0, begin, end)? });
         }
-        match parts.as_slice() {
-            [one] => Ok(*one),
-            _ => scope.add(Op::Concat(Concat { axis: 0 }), &parts),
-        }
+        scope.concat(&parts, 0)
     }
 }
 
@@ -193,8 +190,7 @@ impl Layer {
             "reverse" => vec![true],
             "bidirectional" => vec![false, true],
             other => {
-                let expected = "forward, reverse or bidirectional";
-                return Err(LowerReason::Attribute { name: "direction", found: other.to_string(), expected });
+                return Err(LowerReason::attribute("direction", other, "forward, reverse or bidirectional"));
             }
         };
         let functions = cell::functions(scope, activations, reversed.len())?;
@@ -248,27 +244,13 @@ impl Layer {
 
     /// Stacks the outputs `[T, N, H]` of all directions to `[T, D, N, H]`, or the batch-first layout.
     fn sequence(&self, scope: &mut Scope<'_>, directions: &[Value]) -> Result<Known, LowerReason> {
-        let mut parts = Vec::new();
-        for y in directions {
-            let mut shape = scope.fact(*y).shape;
-            shape.insert(1, Dim::Known(1));
-            parts.push(scope.reshape(*y, shape)?);
-        }
-        let stacked = if let [one] = parts[..] { one } else { scope.add(Op::Concat(Concat { axis: 1 }), &parts)? };
+        let stacked = scope.stack(directions, 1)?;
         Ok(Known::Value(if self.batch_first { transpose(scope, stacked, &[2, 0, 1, 3])? } else { stacked }))
     }
 
     /// Stacks the final states `[N, H]` of all directions to `[D, N, H]`, or the batch-first layout.
     fn last(&self, scope: &mut Scope<'_>, directions: &[Value]) -> Result<Known, LowerReason> {
-        let axis = usize::from(self.batch_first);
-        let mut parts = Vec::new();
-        for h in directions {
-            let mut shape = scope.fact(*h).shape;
-            shape.insert(axis, Dim::Known(1));
-            parts.push(scope.reshape(*h, shape)?);
-        }
-        let stacked = if let [one] = parts[..] { one } else { scope.add(Op::Concat(Concat { axis }), &parts)? };
-        Ok(Known::Value(stacked))
+        scope.stack(directions, usize::from(self.batch_first)).map(Known::Value)
     }
 
     /// Runs a core op whose first outputs are y and the final state. With sequence lengths, a backward direction is

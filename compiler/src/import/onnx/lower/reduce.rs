@@ -1,13 +1,14 @@
 //! Reductions, ArgMax/ArgMin and softmax.
 
 use super::attribute::{axes, axis};
-use super::movement::transposed;
+use super::movement::swapped;
 use super::order::last_arg;
 use super::reshape::axes_of;
-use super::{Known, LowerReason, Outputs, Scope};
+use super::{Known, LowerReason, Outputs, Scope, one};
 use crate::import::batched;
 use crate::import::build::Build;
-use crate::op::{ArgReduce, Binary, Op, ReduceKind, Softmax, Unary, Value};
+use crate::import::formula::{Expr, formula};
+use crate::op::{ArgReduce, Op, ReduceKind, Softmax, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
@@ -29,49 +30,25 @@ fn read(scope: &mut Scope<'_>, since: i64) -> Result<(Value, Option<Vec<usize>>,
 /// A reduction along axes, which are an input since operator set `since`.
 pub fn reduce(scope: &mut Scope<'_>, kind: ReduceKind, since: i64) -> Outputs {
     let (x, list, keep) = read(scope, since)?;
-    let y = match list {
-        Some(list) => scope.reduce(kind, x, &list, keep)?,
-        None => x,
-    };
-    Ok(vec![Known::Value(y)])
+    one(list.map_or(Ok(x), |list| scope.reduce(kind, x, &list, keep))?)
 }
 
-/// Reductions composed of a sum and an elementwise function.
-#[derive(Clone, Copy, PartialEq)]
-pub enum SumForm {
-    /// `Σ|x|`
-    Absolute,
-    /// `√Σx²`
-    Norm,
-    /// `log Σx`
-    Log,
-    /// `Σx²`
-    Square,
-}
-
-pub fn sum_around(scope: &mut Scope<'_>, form: SumForm) -> Outputs {
+/// A reduction of one formula, followed by another.
+pub fn sum_around(
+    scope: &mut Scope<'_>,
+    before: impl FnOnce(Expr<'_>) -> Expr<'_>,
+    after: impl FnOnce(Expr<'_>) -> Expr<'_>,
+) -> Outputs {
     let (x, list, keep) = read(scope, 18)?;
-    let before = match form {
-        SumForm::Absolute => scope.unary(Unary::Abs, x)?,
-        SumForm::Norm | SumForm::Square => scope.binary(Binary::Mul, x, x)?,
-        SumForm::Log => x,
-    };
-    let sum = match list {
-        Some(list) => scope.reduce(ReduceKind::Sum, before, &list, keep)?,
-        None => before,
-    };
-    let y = match form {
-        SumForm::Norm => scope.root(sum, 2.0)?,
-        SumForm::Log => scope.unary(Unary::Log, sum)?,
-        SumForm::Absolute | SumForm::Square => sum,
-    };
-    Ok(vec![Known::Value(y)])
+    one(formula(scope, [x], |[x]| {
+        let terms = before(x);
+        after(list.map_or(terms, |list| terms.sum(&list, keep)))
+    })?)
 }
 
 pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
     let (x, list, keep) = read(scope, 18)?;
-    let Some(list) = list else { return Ok(vec![Known::Value(x)]) };
-    Ok(vec![Known::Value(scope.log_sum_exp(x, &list, keep)?)])
+    one(list.map_or(Ok(x), |list| scope.log_sum_exp(x, &list, keep))?)
 }
 
 /// The index of the maximum or minimum; ties give the first or the last index.
@@ -110,11 +87,9 @@ pub fn global_pool(scope: &mut impl Build, x: Value, largest: bool) -> Result<Va
 pub fn first_extreme(scope: &mut impl Build, x: Value, axis: usize, largest: bool) -> Result<[Value; 2], LowerReason> {
     let index = scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep: true }), &[x])?;
     let batch = scope.fact(x).rank() - 1;
-    let mut perm: Vec<usize> = (0..=batch).collect();
-    perm.swap(axis, batch);
-    let (rows, places) = (transposed(scope, x, perm.clone())?, transposed(scope, index, perm.clone())?);
+    let (rows, places) = (swapped(scope, x, axis, batch)?, swapped(scope, index, axis, batch)?);
     let y = batched::gather(scope, rows, places, batch)?;
-    Ok([transposed(scope, y, perm)?, index])
+    Ok([swapped(scope, y, axis, batch)?, index])
 }
 
 /// Softmax or LogSoftmax. Before operator set 13 all axes from `axis` on are flattened.
@@ -142,9 +117,8 @@ pub fn softmax(scope: &mut Scope<'_>, logarithm: bool) -> Outputs {
 
 /// Softmax of F16 as in the standard's function body, which rounds every intermediate result to F16.
 fn rounded_softmax(scope: &mut Scope<'_>, x: Value, axis: usize) -> Result<Value, LowerReason> {
-    let maximum = scope.reduce(ReduceKind::Max, x, &[axis], true)?;
-    let shifted = scope.binary(Binary::Sub, x, maximum)?;
-    let powers = scope.unary(Unary::Exp, shifted)?;
-    let sum = scope.reduce(ReduceKind::Sum, powers, &[axis], true)?;
-    scope.binary(Binary::Div, powers, sum)
+    formula(scope, [x], |[x]| {
+        let powers = (x - x.reduce(ReduceKind::Max, &[axis], true)).exp();
+        powers / powers.sum(&[axis], true)
+    })
 }

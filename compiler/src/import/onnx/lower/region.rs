@@ -1,13 +1,14 @@
 //! Bilinear sampling of images: `RoiAlign`, `DeformConv`. A sample is the weighted sum of the four surrounding pixels.
 //! Pixels are rows of a gather, so image and weights have gradients.
 
-use super::gather::{add_offset, count, number, scale_index};
+use super::gather::{add_offset, number, scale_index};
 use super::movement::transposed;
 use super::slice::part;
 use super::window::with_bias;
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
-use crate::op::{Binary, Compare, Gather, MatMul, Op, ReduceKind, Unary, Value};
+use crate::import::formula::{Expr, formula, formulas};
+use crate::op::{Binary, Gather, MatMul, Op, ReduceKind, Value};
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::{DType, Tensor};
 
@@ -22,52 +23,41 @@ fn static_size(size: &Dim) -> Result<i64, LowerReason> {
 }
 
 /// `low <= x <= high` as 1 or 0.
-fn is_inside(scope: &mut Scope<'_>, x: Value, low: f64, high: f64) -> Result<Value, LowerReason> {
-    let dtype = scope.fact(x).dtype;
-    let (low, high) = (scope.scalar(dtype, low)?, scope.scalar(dtype, high)?);
-    let (above_low, below_high) =
-        (scope.compare(Compare::LessEqual, low, x)?, scope.compare(Compare::LessEqual, x, high)?);
-    let is_inside = scope.binary(Binary::And, above_low, below_high)?;
-    scope.cast(is_inside, dtype)
-}
-
-/// `1 - x`
-fn one_minus(scope: &mut Scope<'_>, x: Value) -> Result<Value, LowerReason> {
-    let one = scope.scalar(scope.fact(x).dtype, 1.0)?;
-    scope.binary(Binary::Sub, one, x)
+fn is_inside(x: Expr<'_>, low: f64, high: f64) -> Expr<'_> {
+    let (low, high) = (x.number(low), x.number(high));
+    (low.at_most(x) & x.at_most(high)).cast(x.dtype())
 }
 
 /// Samples an axis of `size` pixels with zero padding around the image.
 fn sample_with_zeros(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<BilinearAxis, LowerReason> {
     let last = (size - 1) as f64;
-    let low = scope.unary(Unary::Floor, x)?;
-    let high = scope.with_number(Binary::Add, low, 1.0)?;
-    let fraction = scope.binary(Binary::Sub, x, low)?;
-    let mut weights = [one_minus(scope, fraction)?, fraction];
-    let mut pixels = [low, high];
-    for (pixel, weight) in pixels.iter_mut().zip(&mut weights) {
-        let is_inside = is_inside(scope, *pixel, 0.0, last)?;
-        *weight = scope.binary(Binary::Mul, *weight, is_inside)?;
-        let clamped = scope.with_number(Binary::Max, *pixel, 0.0)?;
-        let clamped = scope.with_number(Binary::Min, clamped, last)?;
-        *pixel = scope.cast(clamped, DType::I64)?;
-    }
-    Ok(BilinearAxis { pixels, weights })
+    let [low, high, low_weight, high_weight] = formulas(scope, [x], |[x]| {
+        let low = x.floor();
+        let high = low + 1.0;
+        let fraction = x - low;
+        let complement = 1.0 - fraction;
+        let [(low, low_weight), (high, high_weight)] = [(low, complement), (high, fraction)].map(|(pixel, weight)| {
+            let weight = weight * is_inside(pixel, 0.0, last);
+            (pixel.clamp(0.0, last).cast(DType::I64), weight)
+        });
+        [low, high, low_weight, high_weight]
+    })?;
+    Ok(BilinearAxis { pixels: [low, high], weights: [low_weight, high_weight] })
 }
 
 /// Samples an axis of `size` pixels where the border pixels extend by one pixel; beyond that the weights are zero.
 fn sample_with_edges(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<BilinearAxis, LowerReason> {
     let last = (size - 1) as f64;
-    let is_inside = is_inside(scope, x, -1.0, size as f64)?;
-    let x = scope.with_number(Binary::Max, x, 0.0)?;
-    let x = scope.with_number(Binary::Min, x, last)?;
-    let low = scope.unary(Unary::Floor, x)?;
-    let upper = scope.with_number(Binary::Add, low, 1.0)?;
-    let high = scope.with_number(Binary::Min, upper, last)?;
-    let fraction = scope.binary(Binary::Sub, x, low)?;
-    let complement = one_minus(scope, fraction)?;
-    let weights = [scope.binary(Binary::Mul, complement, is_inside)?, scope.binary(Binary::Mul, fraction, is_inside)?];
-    Ok(BilinearAxis { pixels: [scope.cast(low, DType::I64)?, scope.cast(high, DType::I64)?], weights })
+    let [low_weight, high_weight, low, high] = formulas(scope, [x], |[x]| {
+        let is_inside = is_inside(x, -1.0, size as f64);
+        let x = x.clamp(0.0, last);
+        let low = x.floor();
+        let high = (low + 1.0).min(last);
+        let fraction = x - low;
+        let complement = 1.0 - fraction;
+        [complement * is_inside, fraction * is_inside, low.cast(DType::I64), high.cast(DType::I64)]
+    })?;
+    Ok(BilinearAxis { pixels: [low, high], weights: [low_weight, high_weight] })
 }
 
 /// The weighted rows of `table` for the four pixels around each point; the row index is `first + y·width + x`.
@@ -86,9 +76,7 @@ fn corners(
             let row = scope.binary(Binary::Add, row_start, *x_pixel)?;
             let rows = scope.add(Op::Gather(Gather { axis: 0 }), &[table, row])?;
             let weight = scope.binary(Binary::Mul, *y_weight, *x_weight)?;
-            let mut column = scope.fact(weight).shape;
-            column.push(Dim::Known(1));
-            let weight = scope.reshape(weight, column)?;
+            let weight = scope.column(weight)?;
             corners.push(scope.binary(Binary::Mul, rows, weight)?);
         }
     }
@@ -113,12 +101,11 @@ fn sample_points(
     samples: i64,
 ) -> Result<Value, LowerReason> {
     let points = output.saturating_mul(samples);
-    let steps = count(scope, 2, 1, &Dim::Known(points))?;
-    let steps = scope.cast(steps, scope.fact(start).dtype)?;
-    let middle = scope.with_number(Binary::Add, steps, 0.5)?;
-    let fraction = scope.with_number(Binary::Mul, middle, 1.0 / points as f64)?;
-    let distance = scope.binary(Binary::Mul, size, fraction)?;
-    scope.binary(Binary::Add, start, distance)
+    let steps = scope.count(2, 1, &Dim::Known(points))?;
+    formula(scope, [start, size, steps], |[start, size, steps]| {
+        let fraction = (steps.cast(start.dtype()) + 0.5) * (1.0 / points as f64);
+        start + size * fraction
+    })
 }
 
 /// `RoiAlign`: samples each region and pools it to a fixed size.
@@ -232,11 +219,11 @@ pub fn deform_conv(scope: &mut Scope<'_>) -> Outputs {
         let axis_offset = scope.reshape(axis_offset, points.to_vec())?;
         let taps = taps(scope, &kernel, axis, dilations[axis], pads[axis])?;
         let taps = scope.cast(taps, fact.dtype)?;
-        let start = count(scope, 5, 3 + axis, windows)?;
-        let start = scope.cast(start, fact.dtype)?;
-        let start = scope.with_number(Binary::Mul, start, strides[axis] as f64)?;
-        let position = scope.binary(Binary::Add, axis_offset, taps)?;
-        let position = scope.binary(Binary::Add, position, start)?;
+        let start = scope.count(5, 3 + axis, windows)?;
+        let position = formula(scope, [axis_offset, taps, start], |[offset, taps, start]| {
+            let start = start.cast(fact.dtype) * strides[axis] as f64;
+            offset + taps + start
+        })?;
         axes.push(sample_with_zeros(scope, position, static_size(size)?)?);
     }
     // A table row has the channels of one offset group at one pixel.
@@ -246,7 +233,7 @@ pub fn deform_conv(scope: &mut Scope<'_>) -> Outputs {
     let table = scope.reshape(table, vec![volume(&[batch.clone(), parts.clone(), image.clone()])?, group_channels])?;
     let mut first = None;
     for (axis, step) in [(0, parts.mul(&image)?), (1, image)] {
-        let number = count(scope, 5, axis, &points[axis])?;
+        let number = scope.count(5, axis, &points[axis])?;
         let steps = scale_index(scope, number, &step)?;
         first = add_offset(scope, first, steps)?;
     }

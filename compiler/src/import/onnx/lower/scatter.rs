@@ -2,7 +2,7 @@
 //! indices of `gather`.
 
 use super::attribute::axis;
-use super::gather::{count, element_places, number, read_joined, slice_places};
+use super::gather::{check_rows, element_places, number, read_joined, slice_places};
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::batched;
 use crate::import::build::Build;
@@ -33,6 +33,7 @@ pub fn elements(scope: &mut Scope<'_>) -> Outputs {
     {
         return Ok(vec![Known::Value(batched::scatter_add(scope, x, slices, updates, index_axis)?)]);
     }
+    check_rows(scope, &dims, index, index_axis)?;
     let flat_index = element_places(scope, &dims, index, index_axis)?;
     Ok(vec![Known::Value(into_flat(scope, kind, x, flat_index, updates)?)])
 }
@@ -75,7 +76,7 @@ pub fn tensor(scope: &mut Scope<'_>) -> Outputs {
     if index_axis == 0 || update_shape.len() != dims.len() {
         return Err(LowerReason::Inputs(format!("a cache of rank {} has no sequence axis {index_axis}", dims.len())));
     }
-    let mut position = count(scope, dims.len(), index_axis, &update_shape[index_axis])?;
+    let mut position = scope.count(dims.len(), index_axis, &update_shape[index_axis])?;
     if let Some(starts) = scope.optional(2)? {
         let mut shape = vec![Dim::Known(1); dims.len()];
         shape[0] = dims[0].clone();
@@ -88,6 +89,7 @@ pub fn tensor(scope: &mut Scope<'_>) -> Outputs {
         position = scope.binary(Binary::Mod, position, size)?;
     }
     let position = scope.broadcast(position, update_shape)?;
+    check_rows(scope, &dims, position, index_axis)?;
     let flat_index = element_places(scope, &dims, position, index_axis)?;
     Ok(vec![Known::Value(into_flat(scope, ScatterKind::Replace, x, flat_index, updates)?)])
 }

@@ -2,9 +2,8 @@
 
 use super::attribute::axis;
 use super::slice::{equal_parts, parts};
-use super::{Known, LowerReason, Outputs, Scope};
+use super::{Known, LowerReason, Outputs, Scope, one};
 use crate::import::build::Build;
-use crate::op::{Concat, Op};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Dim;
 
@@ -39,7 +38,7 @@ pub fn split(scope: &mut Scope<'_>) -> Outputs {
             equal_parts(&dims[at], count, count as usize)?
         }
     };
-    let mut values = parts(scope, at, sizes)?;
+    let mut values = parts(scope, &dims, at, sizes, |scope| scope.value(0))?;
     if drop_axis {
         let mut slice_shape = dims;
         slice_shape.remove(at);
@@ -132,21 +131,11 @@ pub fn length(scope: &mut Scope<'_>) -> Outputs {
 
 pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     let items = items(scope)?;
-    let mut values = items.iter().map(|item| scope.materialise(item)).collect::<Result<Vec<_>, _>>()?;
+    let values = items.iter().map(|item| scope.materialise(item)).collect::<Result<Vec<_>, _>>()?;
     let stacked = scope.flag("new_axis", false)?;
     let first = values.first().ok_or_else(|| LowerReason::Inputs("an empty sequence".to_string()))?;
-    let mut shape = scope.fact(*first).shape;
-    let at = axis(scope.int("axis", 0)?, shape.len() + usize::from(stacked))?;
-    if stacked {
-        shape.insert(at, Dim::Known(1));
-        for value in &mut values {
-            *value = scope.reshape(*value, shape.clone())?;
-        }
-    }
-    match values.as_slice() {
-        [one] => Ok(vec![Known::Value(*one)]),
-        _ => Ok(vec![Known::Value(scope.add(Op::Concat(Concat { axis: at }), &values)?)]),
-    }
+    let at = axis(scope.int("axis", 0)?, scope.fact(*first).rank() + usize::from(stacked))?;
+    one(if stacked { scope.stack(&values, at)? } else { scope.concat(&values, at)? })
 }
 
 /// The value of an optional. A plain tensor is accepted too.

@@ -4,10 +4,9 @@ use super::attribute::axis;
 use super::fold::charge;
 use super::linear::multiply_axis;
 use super::slice::part;
-use super::weight::dtype_of;
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
-use crate::op::{Binary, Concat, Gather, Op, Unary, Value};
+use crate::op::{Binary, Gather, Op, Unary, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::{DType, Tensor};
 use std::f64::consts::TAU;
@@ -121,13 +120,7 @@ fn transform_axis(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Trans
         }
         parts.push(imaginary);
     }
-    let mut shape = scope.fact(real).shape;
-    shape.push(Dim::Known(1));
-    let parts = parts.into_iter().map(|p| scope.reshape(p, shape.clone())).collect::<Result<Vec<_>, _>>()?;
-    let y = match parts.as_slice() {
-        [real_part] => *real_part,
-        _ => scope.add(Op::Concat(Concat { axis: last }), &parts)?,
-    };
+    let y = scope.stack(&parts, last)?;
     scope.cast(y, fact.dtype)
 }
 
@@ -209,9 +202,7 @@ pub fn window(scope: &mut Scope<'_>, [a, b, c]: [f64; 3]) -> Outputs {
 }
 
 fn output_type(scope: &Scope<'_>) -> Result<DType, LowerReason> {
-    let code = scope.int("output_datatype", 1)?;
-    let dtype = i32::try_from(code).ok().and_then(dtype_of);
-    dtype.ok_or_else(|| LowerReason::Unsupported(format!("a result of element type {code}")))
+    scope.element_type("output_datatype", 1, "a result of")
 }
 
 /// Mel filter bank `[frequencies, bands]`: half-overlapping triangles, equally spaced on the mel scale.

@@ -100,16 +100,22 @@ pub fn split(scope: &mut Scope<'_>) -> Outputs {
     if sizes.len() < count {
         return Err(LowerReason::Inputs(format!("{} parts for {count} outputs", sizes.len())));
     }
-    Ok(parts(scope, at, sizes)?.into_iter().map(Known::Value).collect())
+    Ok(parts(scope, &dims, at, sizes, |scope| scope.value(0))?.into_iter().map(Known::Value).collect())
 }
 
-pub fn parts(scope: &mut Scope<'_>, at: usize, sizes: Vec<Dim>) -> Result<Vec<Value>, LowerReason> {
-    let dims = scope.fact_of(0)?.shape;
+/// `x` of shape `dims`, cut along an axis into parts of these sizes.
+pub fn parts<S: Build>(
+    scope: &mut S,
+    dims: &[Dim],
+    at: usize,
+    sizes: Vec<Dim>,
+    x: impl FnOnce(&mut S) -> Result<Value, LowerReason>,
+) -> Result<Vec<Value>, LowerReason> {
     let total = sizes.iter().try_fold(Dim::Known(0), |sum, d| sum.add(d))?;
     if total != dims[at] || sizes.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
         return Err(LowerReason::Inputs(format!("sizes {sizes:?} do not add up to an axis of size {}", dims[at])));
     }
-    let x = scope.value(0)?;
+    let x = x(scope)?;
     let mut begin = Dim::Known(0);
     let mut outputs = Vec::with_capacity(sizes.len());
     for size in sizes {

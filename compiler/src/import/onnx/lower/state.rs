@@ -5,7 +5,7 @@ use super::slice::part;
 use super::window::with_bias;
 use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
-use crate::op::{Binary, Concat, Conv, MatMul, Op, Unary, Value, Window};
+use crate::op::{Binary, Conv, MatMul, Op, Unary, Value, Window};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
@@ -45,14 +45,16 @@ pub fn linear_attention(scope: &mut Scope<'_>) -> Outputs {
         "delta" => Rule { gated: false, delta: true },
         "gated_delta" => Rule { gated: true, delta: true },
         other => {
-            let expected = "linear, gated, delta or gated_delta";
-            return Err(LowerReason::Attribute { name: "update_rule", found: other.to_string(), expected });
+            return Err(LowerReason::attribute("update_rule", other, "linear, gated, delta or gated_delta"));
         }
     };
     let (query_heads, heads) = (scope.int("q_num_heads", 0)?, scope.int("kv_num_heads", 0)?);
     if heads < 1 || query_heads < 1 || query_heads % heads != 0 {
-        let (found, expected) = (query_heads.to_string(), "a multiple of `kv_num_heads`, both at least 1");
-        return Err(LowerReason::Attribute { name: "q_num_heads", found, expected });
+        return Err(LowerReason::attribute(
+            "q_num_heads",
+            query_heads,
+            "a multiple of `kv_num_heads`, both at least 1",
+        ));
     }
     let out = scope.fact_of(0)?.dtype;
     let (q, k, v) =
@@ -111,7 +113,7 @@ pub fn linear_attention(scope: &mut Scope<'_>) -> Outputs {
         let y = scope.with_number(Binary::Mul, y_step, scale)?;
         outputs.push(scope.reshape(y, vec![batch.clone(), Dim::Known(1), Dim::Known(query_heads).mul(&value_size)?])?);
     }
-    let y = if let [one] = outputs[..] { one } else { scope.add(Op::Concat(Concat { axis: 1 }), &outputs)? };
+    let y = scope.concat(&outputs, 1)?;
     let (y, state) = (scope.cast(y, out)?, scope.cast(state, state_type)?);
     Ok(vec![Known::Value(y), Known::Value(state)])
 }
@@ -134,7 +136,7 @@ pub fn causal_conv(scope: &mut Scope<'_>) -> Outputs {
             scope.broadcast(zero, shape)?
         }
     };
-    let padded = if before == 0 { x } else { scope.add(Op::Concat(Concat { axis: 2 }), &[past, x])? };
+    let padded = if before == 0 { x } else { scope.concat(&[past, x], 2)? };
     let window = Window { strides: vec![1], pads_begin: vec![0], pads_end: vec![0], dilations: vec![1] };
     let mut y = scope.add(Op::Conv(Conv { window, groups }), &[padded, w])?;
     if let Some(bias) = scope.optional(2)? {
@@ -144,8 +146,7 @@ pub fn causal_conv(scope: &mut Scope<'_>) -> Outputs {
         "none" => y,
         "silu" | "swish" => scope.unary(Unary::Silu, y)?,
         other => {
-            let expected = "none, silu or swish";
-            return Err(LowerReason::Attribute { name: "activation", found: other.to_string(), expected });
+            return Err(LowerReason::attribute("activation", other, "none, silu or swish"));
         }
     };
     let next_state = part(scope, padded, 2, steps.clone(), steps.add(&Dim::Known(before))?)?;

@@ -1,12 +1,13 @@
 //! The table of supported ONNX operators.
 
-use super::elementwise;
-use super::reduce::{self, SumForm, reduce};
+use super::elementwise::{self, map, map_pair};
+use super::reduce::{self, reduce};
 use super::{
-    Outputs, Scope, attention, bits, boxes, constant, determinant, einsum, gather, grid, indicator, linear, loss,
-    movement, ngram, norm, order, padding, pool, quantise, random, recurrent, region, reshape, resize, scatter,
-    sequence, signal, slice, state, window,
+    Outputs, Scope, attention, bits, boxes, constant, determinant, gather, grid, indicator, linear, loss, movement,
+    ngram, norm, order, padding, pool, quantise, random, recurrent, region, reshape, resize, scatter, sequence, signal,
+    slice, state, window,
 };
+use crate::import::activation;
 use crate::import::onnx::lower::{data_dependent, optimizer_ops};
 use crate::op::{Binary, Compare, CumulativeKind, ReduceKind, Unary};
 
@@ -69,17 +70,17 @@ pub fn find(operator: &str) -> Option<Lower> {
         "Elu" => elementwise::elu,
         "Gelu" => elementwise::gelu,
         "HardSigmoid" => elementwise::hard_sigmoid,
-        "HardSwish" => elementwise::hard_swish,
+        "HardSwish" => |s| map(s, |x| x * activation::ramp(x, 1.0 / 6.0, 0.5)),
         "Identity" => elementwise::identity,
         "IsInf" => elementwise::is_inf,
-        "IsNaN" => elementwise::is_nan,
+        "IsNaN" => |s| map(s, |x| x.is_nan()),
         "LeakyRelu" => elementwise::leaky_relu,
-        "Mish" => elementwise::mish,
+        "Mish" => |s| map(s, |x| x * x.softplus().tanh()),
         "Selu" => elementwise::selu,
         "Shrink" => elementwise::shrink,
-        "Softsign" => elementwise::softsign,
+        "Softsign" => |s| map(s, activation::softsign),
         "Swish" => elementwise::swish,
-        "Tan" => elementwise::tan,
+        "Tan" => |s| map(s, |x| x.sin() / x.cos()),
         "ThresholdedRelu" => elementwise::thresholded_relu,
         // Elementwise, several inputs.
         "Add" => |s| elementwise::binary(s, Binary::Add),
@@ -92,7 +93,7 @@ pub fn find(operator: &str) -> Option<Lower> {
         "Mod" => elementwise::modulo,
         "Mul" => |s| elementwise::binary(s, Binary::Mul),
         "Or" | "BitwiseOr" => |s| elementwise::binary(s, Binary::Or),
-        "PRelu" => elementwise::prelu,
+        "PRelu" => |s| map_pair(s, |x, slope| activation::leaky_relu(x, slope)),
         "Pow" => elementwise::pow,
         "Sub" => |s| elementwise::binary(s, Binary::Sub),
         "Sum" => |s| elementwise::fold_inputs(s, Binary::Add),
@@ -111,16 +112,16 @@ pub fn find(operator: &str) -> Option<Lower> {
         "GlobalLpPool" => pool::global_lp_pool,
         "GlobalMaxPool" => |s| reduce::global(s, true),
         "LogSoftmax" => |s| reduce::softmax(s, true),
-        "ReduceL1" => |s| reduce::sum_around(s, SumForm::Absolute),
-        "ReduceL2" => |s| reduce::sum_around(s, SumForm::Norm),
-        "ReduceLogSum" => |s| reduce::sum_around(s, SumForm::Log),
+        "ReduceL1" => |s| reduce::sum_around(s, |x| x.abs(), |sum| sum),
+        "ReduceL2" => |s| reduce::sum_around(s, |x| x.squared(), |sum| sum.root(2.0)),
+        "ReduceLogSum" => |s| reduce::sum_around(s, |x| x, |sum| sum.log()),
         "ReduceLogSumExp" => reduce::log_sum_exp,
         "ReduceMax" => |s| reduce(s, ReduceKind::Max, 18),
         "ReduceMean" => |s| reduce(s, ReduceKind::Mean, 18),
         "ReduceMin" => |s| reduce(s, ReduceKind::Min, 18),
         "ReduceProd" => |s| reduce(s, ReduceKind::Prod, 18),
         "ReduceSum" => |s| reduce(s, ReduceKind::Sum, 13),
-        "ReduceSumSquare" => |s| reduce::sum_around(s, SumForm::Square),
+        "ReduceSumSquare" => |s| reduce::sum_around(s, |x| x.squared(), |sum| sum),
         "Softmax" => |s| reduce::softmax(s, false),
         // Order along an axis.
         "CumProd" => |s| order::cumulative(s, CumulativeKind::Prod),
@@ -192,7 +193,7 @@ pub fn find(operator: &str) -> Option<Lower> {
         "ConvTranspose" => window::conv_transpose,
         "DeformConv" => region::deform_conv,
         "Det" => determinant::det,
-        "Einsum" => einsum::einsum,
+        "Einsum" => linear::einsum,
         "Gemm" => linear::gemm,
         "LpPool" => pool::lp_pool,
         "MatMul" => linear::matmul,

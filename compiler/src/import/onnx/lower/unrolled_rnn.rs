@@ -4,10 +4,11 @@
 //! Each step is about a dozen ops, so only short sequences of known length are supported.
 
 use crate::import::build::Build;
+use crate::import::formula::formula;
 use crate::import::onnx::lower::recurrent::Layer;
 use crate::import::onnx::lower::slice::part;
 use crate::import::onnx::lower::{LowerReason, Scope};
-use crate::op::{Binary, Concat, MatMul, Op, Value};
+use crate::op::{Binary, MatMul, Op, Value};
 use crate::tensor::dim::Dim;
 
 /// Maximum number of unrolled steps.
@@ -32,8 +33,7 @@ impl UnrolledDirection<'_> {
     /// Clips `x` and applies activation function `n`.
     fn apply(&self, scope: &mut Scope<'_>, n: usize, mut x: Value) -> Result<Value, LowerReason> {
         if let Some(clip) = self.layer.clip {
-            let below = scope.with_number(Binary::Min, x, clip)?;
-            x = scope.with_number(Binary::Max, below, -clip)?;
+            x = formula(scope, [x], |[x]| x.min(clip).max(-clip))?;
         }
         self.layer.functions[self.direction][n].apply(scope, x)
     }
@@ -60,8 +60,7 @@ impl UnrolledDirection<'_> {
         for n in 0..steps {
             let t = if reverse { steps - 1 - n } else { n };
             let row = part(scope, sums, 0, Dim::Known(t), Dim::Known(t + 1))?;
-            let shape = scope.fact(row).shape[1..].to_vec();
-            let row = scope.reshape(row, shape)?;
+            let row = scope.squeeze(row, 0)?;
             let mut next_states = step(scope, row, &states)?;
             let mut y = next_states[0];
             if let Some(lengths) = &self.layer.lengths {
@@ -72,15 +71,13 @@ impl UnrolledDirection<'_> {
                 let zero = scope.scalar(scope.fact(y).dtype, 0.0)?;
                 y = scope.select(is_valid, y, zero)?;
             }
-            let mut shape = scope.fact(y).shape;
-            shape.insert(0, Dim::Known(1));
-            outputs.push(scope.reshape(y, shape)?);
+            outputs.push(scope.unsqueeze(y, 0)?);
             states = next_states;
         }
         if reverse {
             outputs.reverse();
         }
-        let y = if let [one] = outputs[..] { one } else { scope.add(Op::Concat(Concat { axis: 0 }), &outputs)? };
+        let y = scope.concat(&outputs, 0)?;
         Ok([vec![y], states].concat())
     }
 }
@@ -136,9 +133,7 @@ pub fn gru(
         let sum = scope.binary(Binary::Add, from_x, from_h2)?;
         let candidate_h = cell.apply(scope, 1, sum)?;
         // (1 - z)·new + z·h
-        let difference = scope.binary(Binary::Sub, h, candidate_h)?;
-        let kept_part = scope.binary(Binary::Mul, z, difference)?;
-        Ok(vec![scope.binary(Binary::Add, candidate_h, kept_part)?])
+        Ok(vec![formula(scope, [z, h, candidate_h], |[z, h, new]| new + z * (h - new))?])
     })
 }
 
@@ -174,22 +169,15 @@ pub fn lstm(
         let gate = |scope: &mut Scope<'_>, at: i64, cell: Value| -> Result<Value, LowerReason> {
             let mut sum = gate_block(scope, sums, 1, at, hidden)?;
             if let Some(peephole) = peephole_blocks.get(at as usize) {
-                let from_cell = scope.binary(Binary::Mul, *peephole, cell)?;
-                sum = scope.binary(Binary::Add, sum, from_cell)?;
+                sum = formula(scope, [sum, *peephole, cell], |[sum, peephole, cell]| sum + peephole * cell)?;
             }
             direction_run.apply(scope, 0, sum)
         };
         let i = gate(scope, 0, c)?;
-        let f = if coupled {
-            let one = scope.scalar(scope.fact(i).dtype, 1.0)?;
-            scope.binary(Binary::Sub, one, i)?
-        } else {
-            gate(scope, 2, c)?
-        };
+        let f = if coupled { formula(scope, [i], |[i]| 1.0 - i)? } else { gate(scope, 2, c)? };
         let candidate = gate_block(scope, sums, 1, 3, hidden)?;
         let candidate = direction_run.apply(scope, 1, candidate)?;
-        let (from_c, from_candidate) = (scope.binary(Binary::Mul, f, c)?, scope.binary(Binary::Mul, i, candidate)?);
-        let cell = scope.binary(Binary::Add, from_c, from_candidate)?;
+        let cell = formula(scope, [f, c, i, candidate], |[f, c, i, candidate]| f * c + i * candidate)?;
         let o = gate(scope, 1, cell)?;
         let activated = layer.functions[direction][2].apply(scope, cell)?;
         Ok(vec![scope.binary(Binary::Mul, o, activated)?, cell])

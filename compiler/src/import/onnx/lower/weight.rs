@@ -226,13 +226,9 @@ mod tests {
         let node = Node {
             name: "product".into(),
             op_type: "MatMul".into(),
-            domain: String::new(),
-            overload: String::new(),
             inputs: vec!["x".into(), "onnx::MatMul_7".into()],
             outputs: vec!["y".into()],
-            attributes: Vec::new(),
-            module: String::new(),
-            metadata: Vec::new(),
+            ..Node::default()
         };
         let model = OnnxModel {
             initializers: vec![

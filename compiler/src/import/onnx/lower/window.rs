@@ -2,6 +2,7 @@
 
 use super::{Known, LowerReason, Outputs, Scope, pool};
 use crate::import::build::Build;
+use crate::import::lower_error::groups;
 use crate::op::{AvgPool, Binary, Conv, ConvInputGrad, MaxPool, Op, Value, Window};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
@@ -54,15 +55,6 @@ pub fn spatial_of(scope: &Scope<'_>, x: Value) -> Result<Vec<Dim>, LowerReason> 
     }
 }
 
-fn groups(scope: &Scope<'_>) -> Result<usize, LowerReason> {
-    let group = scope.int("group", 1)?;
-    u32::try_from(group).ok().filter(|g| *g > 0).map(|g| g as usize).ok_or_else(|| LowerReason::Attribute {
-        name: "group",
-        found: group.to_string(),
-        expected: "an integer of at least 1",
-    })
-}
-
 /// The kernel size of a weight `[O, C, K…]`. An attribute `kernel_shape` must agree.
 fn kernel_of(scope: &Scope<'_>, weight: Value, axes: usize) -> Result<Vec<usize>, LowerReason> {
     let fact = scope.fact(weight);
@@ -111,7 +103,7 @@ pub fn conv(scope: &mut Scope<'_>) -> Outputs {
 pub fn convolve(scope: &mut Scope<'_>, x: Value, w: Value) -> Result<Value, LowerReason> {
     let spatial = spatial_of(scope, x)?;
     let kernel = kernel_of(scope, w, spatial.len())?;
-    let (window, groups) = (window(scope, &spatial, &kernel)?, groups(scope)?);
+    let (window, groups) = (window(scope, &spatial, &kernel)?, groups("group", scope.int("group", 1)?)?);
     scope.add(Op::Conv(Conv { window, groups }), &[x, w])
 }
 
@@ -122,7 +114,7 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
     let sizes = spatial_of(scope, x)?;
     let axes = sizes.len();
     let kernel = kernel_of(scope, w, axes)?;
-    let groups = groups(scope)?;
+    let groups = groups("group", scope.int("group", 1)?)?;
     let extra = scope.sizes_of("output_padding", axes, 0, 0)?;
     let mode = scope.text("auto_pad", "NOTSET")?;
     let is_same = mode.starts_with("SAME");
@@ -146,10 +138,8 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
             None if is_same => Some(sizes[i].mul(&Dim::from(window.strides[i]))?),
             None => Some(full_size.clone()),
         };
-        let wanted_size = wanted_size.ok_or_else(|| LowerReason::Attribute {
-            name: "output_shape",
-            found: format!("{output_shape:?}"),
-            expected: "one number for each spatial axis",
+        let wanted_size = wanted_size.ok_or_else(|| {
+            LowerReason::attribute("output_shape", format!("{output_shape:?}"), "one number for each spatial axis")
         })?;
         // Excess size is removed by padding; a lack is filled with zeros at the end.
         let total = full_size.sub(&wanted_size)?.known().and_then(|v| usize::try_from(v).ok()).unwrap_or(0);
@@ -167,8 +157,7 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
 pub fn pool_window(scope: &Scope<'_>, x: Value) -> Result<(Vec<usize>, Window, bool), LowerReason> {
     let spatial = spatial_of(scope, x)?;
     if !scope.is_set("kernel_shape") {
-        let expected = "one number for each spatial axis";
-        return Err(LowerReason::Attribute { name: "kernel_shape", found: "missing".to_string(), expected });
+        return Err(LowerReason::attribute("kernel_shape", "missing", "one number for each spatial axis"));
     }
     let kernel = scope.sizes_of("kernel_shape", spatial.len(), 1, 1)?;
     let window = window(scope, &spatial, &kernel)?;

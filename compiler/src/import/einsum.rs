@@ -1,13 +1,12 @@
-//! `Einsum`: sums of products, from an equation such as `bij,bjk->bik`.
+//! Sums of products, from an equation such as `bij,bjk->bik`, shared by all importers.
 //!
 //! Diagonals are extracted first. Then operands are contracted from the left, two at a time. A label that is no longer
 //! needed is summed over, in a matrix product if both operands have it. Axes of `...` get labels counted from the
 //! right; their axes of size 1 are broadcast, so they are dropped where another operand is wider.
 
-use super::gather::count;
-use super::movement::transposed;
-use super::{Known, LowerReason, Outputs, Scope};
 use crate::import::build::Build;
+use crate::import::lower_error::LowerReason;
+use crate::import::onnx::lower::movement::transposed;
 use crate::op::{Binary, Compare, MatMul, Op, ReduceKind, Value};
 use crate::tensor::dim::{Dim, volume};
 use crate::text::name::short_name;
@@ -48,22 +47,35 @@ fn parse_labels(equation: &str, part: &str, dots: usize) -> Result<Vec<Label>, L
     Ok(list)
 }
 
-pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
-    let equation: String = scope.text("equation", "")?.chars().filter(|c| !c.is_whitespace()).collect();
+/// How two terms are multiplied.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Product {
+    /// `A·B`
+    Plain,
+    /// `A·Bᵀ`, or elementwise if nothing is summed. Axes of `...` are broadcast.
+    Transposed,
+}
+
+/// The value of an equation in `count` operands, which `read` reads by number.
+pub fn einsum<S: Build>(
+    scope: &mut S,
+    equation: &str,
+    count: usize,
+    read: impl Fn(&mut S, usize) -> Result<Value, LowerReason>,
+    form: Product,
+) -> Result<Value, LowerReason> {
+    let equation: String = equation.chars().filter(|c| !c.is_whitespace()).collect();
     let (left, right) = match equation.split_once("->") {
         Some((left, right)) => (left, Some(right)),
         None => (equation.as_str(), None),
     };
     let parts: Vec<&str> = left.split(',').collect();
-    if parts.len() != scope.inputs.len() {
-        return Err(equation_error(
-            &equation,
-            &format!("has {} operands for {} inputs", parts.len(), scope.inputs.len()),
-        ));
+    if parts.len() != count {
+        return Err(equation_error(&equation, &format!("has {} operands for {count} inputs", parts.len())));
     }
     let (mut terms, mut dots) = (Vec::new(), 0);
     for (slot, part) in parts.iter().enumerate() {
-        let value = scope.value(slot)?;
+        let value = read(scope, slot)?;
         let letters = part.chars().filter(char::is_ascii_alphabetic).count();
         let ellipsis_rank = if part.contains("...") { scope.fact(value).rank().checked_sub(letters) } else { Some(0) };
         let ellipsis_rank =
@@ -84,19 +96,21 @@ pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
     if is_repeated || !output.iter().all(is_known) {
         return Err(equation_error(&equation, "has a result letter that is repeated or in no operand"));
     }
-    drop_unit_axes(scope, &mut terms)?;
+    if form == Product::Transposed {
+        drop_unit_axes(scope, &mut terms)?;
+    }
     let mut operands = terms.into_iter();
     let Some(mut product) = operands.next() else { return Err(LowerReason::Missing { slot: 0 }) };
     while let Some(next) = operands.next() {
         let later: Vec<Label> = operands.as_slice().iter().flat_map(|term| term.labels.iter().copied()).collect();
         let needed = |label: &Label| output.contains(label) || later.contains(label);
-        product = contract(scope, product, next, needed)?;
+        product = contract(scope, product, next, needed, form)?;
     }
     let product = sum_out(scope, product, |label| output.contains(label))?;
     let position = |label: &Label| product.labels.iter().position(|l| l == label);
     let perm = output.iter().map(position).collect::<Option<Vec<_>>>();
     let perm = perm.ok_or_else(|| equation_error(&equation, "has a result letter that no operand has"))?;
-    Ok(vec![Known::Value(transposed(scope, product.value, perm)?)])
+    transposed(scope, product.value, perm)
 }
 
 /// The implicit result labels: the ellipsis axes, then the letters that occur once, in alphabetical order.
@@ -109,7 +123,7 @@ fn free(parts: &[&str], dots: usize) -> Vec<Label> {
 }
 
 /// Extracts the diagonal of axes with the same label: off-diagonal elements are masked and one axis is summed.
-fn diagonal(scope: &mut Scope<'_>, mut value: Value, mut labels: Vec<Label>) -> Result<Term, LowerReason> {
+fn diagonal(scope: &mut impl Build, mut value: Value, mut labels: Vec<Label>) -> Result<Term, LowerReason> {
     while let Some((first, second)) =
         (0..labels.len()).find_map(|i| (i + 1..labels.len()).find(|j| labels[*j] == labels[i]).map(|j| (i, j)))
     {
@@ -117,8 +131,8 @@ fn diagonal(scope: &mut Scope<'_>, mut value: Value, mut labels: Vec<Label>) -> 
         if fact.shape[first] != fact.shape[second] {
             return Err(LowerReason::Inputs(format!("axes {first} and {second} of {fact} have no common diagonal")));
         }
-        let i = count(scope, fact.rank(), first, &fact.shape[first])?;
-        let j = count(scope, fact.rank(), second, &fact.shape[second])?;
+        let i = scope.count(fact.rank(), first, &fact.shape[first])?;
+        let j = scope.count(fact.rank(), second, &fact.shape[second])?;
         let is_diagonal = scope.compare(Compare::Equal, i, j)?;
         let zero = scope.scalar(fact.dtype, 0.0)?;
         let diagonal = scope.select(is_diagonal, value, zero)?;
@@ -129,7 +143,7 @@ fn diagonal(scope: &mut Scope<'_>, mut value: Value, mut labels: Vec<Label>) -> 
 }
 
 /// Drops ellipsis axes of size 1 from each term if another term is wider there.
-fn drop_unit_axes(scope: &mut Scope<'_>, terms: &mut [Term]) -> Result<(), LowerReason> {
+fn drop_unit_axes(scope: &mut impl Build, terms: &mut [Term]) -> Result<(), LowerReason> {
     let mut wide_labels = Vec::new();
     for term in terms.iter() {
         let shape = scope.fact(term.value).shape;
@@ -147,7 +161,7 @@ fn drop_unit_axes(scope: &mut Scope<'_>, terms: &mut [Term]) -> Result<(), Lower
 }
 
 /// Sums a term over the labels that are not read later.
-fn sum_out(scope: &mut Scope<'_>, term: Term, read: impl Fn(&Label) -> bool) -> Result<Term, LowerReason> {
+fn sum_out(scope: &mut impl Build, term: Term, read: impl Fn(&Label) -> bool) -> Result<Term, LowerReason> {
     let summed_axes: Vec<usize> = (0..term.labels.len()).filter(|n| !read(&term.labels[*n])).collect();
     if summed_axes.is_empty() {
         return Ok(term);
@@ -157,7 +171,13 @@ fn sum_out(scope: &mut Scope<'_>, term: Term, read: impl Fn(&Label) -> bool) -> 
 }
 
 /// The product of two terms, summed over shared labels that are not read later.
-fn contract(scope: &mut Scope<'_>, a: Term, b: Term, read: impl Fn(&Label) -> bool) -> Result<Term, LowerReason> {
+fn contract(
+    scope: &mut impl Build,
+    a: Term,
+    b: Term,
+    read: impl Fn(&Label) -> bool,
+    form: Product,
+) -> Result<Term, LowerReason> {
     let a = sum_out(scope, a, |label| read(label) || b.labels.contains(label))?;
     let b = sum_out(scope, b, |label| read(label) || a.labels.contains(label))?;
     let select_labels =
@@ -166,6 +186,20 @@ fn contract(scope: &mut Scope<'_>, a: Term, b: Term, read: impl Fn(&Label) -> bo
     let inner = select_labels(&a.labels, &|l| b.labels.contains(l) && !read(l));
     let left_labels = select_labels(&a.labels, &|l| !b.labels.contains(l));
     let right = select_labels(&b.labels, &|l| !a.labels.contains(l));
+    if form == Product::Plain {
+        let labels = [&batch[..], &left_labels, &right].concat();
+        let a_value = permute(scope, &a, &[&batch[..], &left_labels, &inner].concat())?;
+        let b_value = permute(scope, &b, &[&batch[..], &inner, &right].concat())?;
+        let (a_shape, b_shape) = (scope.fact(a_value).shape, scope.fact(b_value).shape);
+        let (n, m, k) = (batch.len(), left_labels.len(), inner.len());
+        let rows = volume(&a_shape[n..n + m])?;
+        let (depth, columns) = (volume(&a_shape[n + m..])?, volume(&b_shape[n + k..])?);
+        let a_value = scope.reshape(a_value, [&a_shape[..n], &[rows, depth.clone()]].concat())?;
+        let b_value = scope.reshape(b_value, [&b_shape[..n], &[depth, columns]].concat())?;
+        let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[a_value, b_value])?;
+        let value = scope.reshape(y, [&a_shape[..n + m], &b_shape[n + k..]].concat())?;
+        return Ok(Term { value, labels });
+    }
     // [batch, left, right, inner]; size 1 for labels that a term does not have.
     let order: Vec<Label> = [batch.clone(), left_labels.clone(), right.clone(), inner.clone()].concat();
     let (a_dims, a_value) = align(scope, &a, &order)?;
@@ -200,10 +234,16 @@ fn contract(scope: &mut Scope<'_>, a: Term, b: Term, read: impl Fn(&Label) -> bo
     Ok(Term { value, labels })
 }
 
-/// Permutes a term's axes to `order`, with size 1 for labels it does not have.
-fn align(scope: &mut Scope<'_>, term: &Term, order: &[Label]) -> Result<(Vec<Dim>, Value), LowerReason> {
+/// Permutes a term's axes to `order`, without labels that it does not have.
+fn permute(scope: &mut impl Build, term: &Term, order: &[Label]) -> Result<Value, LowerReason> {
     let position = |label: &Label| term.labels.iter().position(|l| l == label);
-    let value = transposed(scope, term.value, order.iter().filter_map(position).collect())?;
+    transposed(scope, term.value, order.iter().filter_map(position).collect())
+}
+
+/// Permutes a term's axes to `order`, with size 1 for labels it does not have.
+fn align(scope: &mut impl Build, term: &Term, order: &[Label]) -> Result<(Vec<Dim>, Value), LowerReason> {
+    let position = |label: &Label| term.labels.iter().position(|l| l == label);
+    let value = permute(scope, term, order)?;
     let mut sizes = scope.fact(value).shape.into_iter();
     let size = |label: &Label| position(label).and_then(|_| sizes.next()).unwrap_or(Dim::Known(1));
     let dims: Vec<Dim> = order.iter().map(size).collect();
