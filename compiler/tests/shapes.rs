@@ -29,7 +29,10 @@ fn result(op: &str, inputs: &str) -> String {
 pub fn actual(text: &str) -> String {
     let line = |line: &str| match line.split(" | ").collect::<Vec<_>>()[..] {
         [op, inputs, _] => format!("{op} | {inputs} | {}\n", result(op, inputs)),
-        _ => format!("{line}\n"),
+        _ => {
+            assert!(line.is_empty() || line.starts_with('#'), "not a case: {line}");
+            format!("{line}\n")
+        }
     };
     text.lines().map(line).collect()
 }
@@ -42,7 +45,6 @@ fn shapes_are_those_on_record() {
     if std::env::var_os("PIPEC_BLESS").is_some() {
         return std::fs::write(&path, actual).unwrap();
     }
-    assert_eq!(text.lines().count(), actual.lines().count());
     for (expected, actual) in text.lines().zip(actual.lines()) {
         assert_eq!(actual, expected);
     }

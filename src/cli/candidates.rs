@@ -3,7 +3,6 @@
 use crate::cli::prediction;
 use crate::cli::table::{Shrink, fit_table, wrap};
 use compiler::partition::planned::{ComparedPlan, Planned};
-use compiler::plan::problem::Objective;
 use compiler::text::quantity;
 use pipec::plan::result::{Losses, Tried, TriedPlan};
 use std::collections::BTreeMap;
@@ -87,16 +86,12 @@ fn losses_text(losses: &Losses) -> String {
     visible.map(|(name, share)| format!("{name} {:.0} %", share * 100.0)).collect::<Vec<_>>().join(", ")
 }
 
-/// Lists the configurations, best first, then those without a plan, grouped by reason.
-pub fn combinations(tried: &[Tried], objective: Objective, width: Option<usize>) -> String {
-    let mut planned: Vec<(&Tried, &TriedPlan)> = tried
+/// Lists the configurations, then those without a plan, grouped by reason.
+pub fn combinations(tried: &[Tried], width: Option<usize>) -> String {
+    let planned: Vec<(&Tried, &TriedPlan)> = tried
         .iter()
         .filter_map(|configuration| configuration.answer.as_ref().ok().map(|plan| (configuration, plan)))
         .collect();
-    planned.sort_by(|(_, a), (_, b)| match objective {
-        Objective::Memory => a.peak_bytes.cmp(&b.peak_bytes),
-        _ => b.throughput_per_s.total_cmp(&a.throughput_per_s),
-    });
     let row = |(configuration, plan): &(&Tried, &TriedPlan)| {
         let [size, count] = [configuration.micro_batch.to_string(), configuration.microbatches.to_string()];
         let schedule = match (&plan.replicas[..], plan.tensor) {

@@ -93,7 +93,15 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
         }
     }
     events.event(Event::ProgressEnd);
-    let Search { best, tried, mut refused, .. } = search;
+    let Search { best, mut tried, mut refused, .. } = search;
+    // The best first.
+    tried.sort_by(|left, right| match (&left.answer, &right.answer) {
+        (Ok(left), Ok(right)) if request.options.objective == Objective::Memory => {
+            left.peak_bytes.cmp(&right.peak_bytes)
+        }
+        (Ok(left), Ok(right)) => right.throughput_per_s.total_cmp(&left.throughput_per_s),
+        (left, right) => left.is_err().cmp(&right.is_err()),
+    });
     // The smallest micro-batches need least memory.
     refused.sort_by_key(|(micro_batch, _)| *micro_batch);
     match (best, refused.into_iter().next()) {

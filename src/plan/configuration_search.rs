@@ -67,7 +67,7 @@ const AT_ONCE: usize = 4;
 /// A size is clearly slower than the best if its best estimate takes this many times as long.
 const SLOWER: f64 = 1.2;
 
-/// Layouts that are simulated, those of them that are planned, and how often others are if the target takes none.
+/// Layouts that are simulated, those of them that are planned, and the most rounds while the target accepts none.
 const SIMULATED: usize = 48;
 const PLANNED: usize = 4;
 const ROUNDS: usize = 4;

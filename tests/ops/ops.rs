@@ -67,7 +67,7 @@ fn check(what: &str, op: &Op, inputs: &[Tensor]) -> bool {
     let has = |dtype: DType| inputs.iter().any(|t| t.dtype() == dtype);
     let (relative, absolute) = match has(DType::F64) && !has(DType::F32) {
         true => (1e-12, 1e-13),
-        // Half a unit in the last place of the result.
+        // A unit in the last place of the result.
         false if has(DType::Bf16) => (1.0 / 128.0, 1e-5),
         false => (1e-5, 1e-6),
     };
@@ -78,7 +78,6 @@ fn check(what: &str, op: &Op, inputs: &[Tensor]) -> bool {
     !kernel.is_reference()
 }
 
-/// Every op with an `f32` kernel has 16-bit kernels.
 #[test]
 fn every_sample_gives_what_the_reference_gives() {
     let mut references: BTreeSet<String> = BTreeSet::new();

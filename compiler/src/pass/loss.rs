@@ -26,16 +26,17 @@ pub enum Loss {
 }
 
 impl Loss {
-    /// Every loss with its name, in their order.
-    pub const NAMES: [(Loss, &str); 4] =
-        [(Loss::CrossEntropy, "cross-entropy"), (Loss::Mse, "mse"), (Loss::Bce, "bce"), (Loss::Output, "output")];
-
     pub fn name(self) -> &'static str {
-        Loss::NAMES[self as usize].1
+        match self {
+            Loss::CrossEntropy => "cross-entropy",
+            Loss::Mse => "mse",
+            Loss::Bce => "bce",
+            Loss::Output => "output",
+        }
     }
 
     pub fn from_name(name: &str) -> Option<Loss> {
-        Loss::NAMES.into_iter().find(|(_, known)| *known == name).map(|(loss, _)| loss)
+        [Loss::CrossEntropy, Loss::Mse, Loss::Bce, Loss::Output].into_iter().find(|loss| loss.name() == name)
     }
 }
 

@@ -112,10 +112,10 @@ pub(super) mod tests {
     }
 
     /// Members with these all-reduces sum and gather, each in a thread of its own. Some have no term.
-    pub fn check(all_reduces: &[Arc<dyn AllReduce>], device: fn() -> Arc<dyn Device>, is_whole: bool) {
+    pub fn check(all_reduces: &[Arc<dyn AllReduce>], devices: &[Arc<dyn Device>], is_whole: bool) {
         let members = all_reduces.len();
         let run = |member: usize, all_reduce: &dyn AllReduce| {
-            let context = DeviceContext::new(device(), Arc::default()).unwrap();
+            let context = DeviceContext::new(devices[member % devices.len()].clone(), Arc::default()).unwrap();
             all_reduce.enter(member, &context.device, 0, &Arc::default()).unwrap();
             for number in 0..4 {
                 let has_term = |member: usize| number != 1 || member % 2 == 1;
@@ -162,7 +162,10 @@ pub(super) mod tests {
         for members in [2, 5] {
             for is_whole in [true, false] {
                 let all_reduce = in_one_process(&vec![sanitizer(); members]).unwrap().unwrap();
-                check(&vec![all_reduce; members], sanitizer, is_whole);
+                check(&vec![all_reduce; members], &[sanitizer()], is_whole);
+                let mixed: Vec<_> = [cpu(), sanitizer(), cpu()].into_iter().cycle().take(members).collect();
+                let all_reduce = in_one_process(&mixed).unwrap().unwrap();
+                check(&vec![all_reduce; members], &mixed, is_whole);
             }
         }
         assert!(in_one_process(&[cpu()]).unwrap().is_none() && in_one_process(&[sanitizer()]).unwrap().is_none());

@@ -1,7 +1,7 @@
 //! All-reduce and all-gather in place between workers whose buffers are in the memory of one host.
 //!
 //! The buffers are divided into chunks. After all members have contributed, one that waits takes chunks until none is left:
-//! it adds the terms of a chunk in rank order, and copies the sum to all members. So every byte is read and written once
+//! it adds the terms of a chunk in the order of members, and copies the sum to all members. So every byte is read and written once
 //! by some member, and members that wait at the same time share the work. None waits for others to come and share it.
 
 use crate::comm::all_reduce::{AllReduce, Collective, Parts, range};
@@ -279,7 +279,7 @@ mod tests {
     fn sums_are_those_of_one_adder() {
         for members in [2, 3, 5] {
             for is_whole in [true, false] {
-                check(&vec![new_all_reduce(members); members], cpu, is_whole);
+                check(&vec![new_all_reduce(members); members], &[cpu()], is_whole);
             }
         }
     }

@@ -406,7 +406,7 @@ mod tests {
                 });
             }
             let of_member = |process: &usize| all_reduces[*process].0.clone() as Arc<dyn AllReduce>;
-            check(&process_of.iter().map(of_member).collect::<Vec<_>>(), device, is_whole);
+            check(&process_of.iter().map(of_member).collect::<Vec<_>>(), &[device()], is_whole);
             all_reduces.iter().for_each(|(all_reduce, _)| all_reduce.abandon());
             all_reduces.iter().for_each(|(all_reduce, _)| {
                 assert!(all_reduce.state.lock().open.is_empty() && all_reduce.state.lock().early.is_empty())

@@ -57,7 +57,7 @@ impl StageWorker<'_> {
         if let Some(all_reduce) = &self.comms.all_reduce {
             all_reduce.wait(Collective::AllReduce(number), self.round_gradients.replica)?;
         }
-        let sums = self.round_gradients.reducing.remove(&number).unwrap_or_default();
+        let sums = self.round_gradients.reducing.remove(&number).ok_or(CollectiveError::PeerLost)?;
         let mut terms = self.finish_reduce_in_place(sums, &contributions)?;
         let mut samples: Vec<Samples> = contributions.iter().flat_map(|c| c.samples.iter().cloned()).collect();
         samples.sort_by_key(|(item, _)| *item);

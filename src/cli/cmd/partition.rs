@@ -65,7 +65,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Error> {
         screen.text(&prediction::asynchronous_text(alternative, plan.predicted.step_us));
     }
     if arguments.compare && !tried.is_empty() {
-        screen.text(&candidates::combinations(tried, plan.objective, screen.width()));
+        screen.text(&candidates::combinations(tried, screen.width()));
         too_large.iter().for_each(|kind| screen.prose(&format!("{kind}\n")));
     }
     plan.warnings.iter().chain(untrainable).for_each(|warning| screen.warn(warning));

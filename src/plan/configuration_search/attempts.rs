@@ -111,7 +111,9 @@ impl Search<'_> {
             if let Some(best) = made.iter().min_by(|left, right| left.by_time(right))
                 && best.us() < best_us
             {
-                self.best_us = self.best_us.min(best.us());
+                if !best.is_refused {
+                    self.best_us = self.best_us.min(best.us());
+                }
                 self.offer(best.variant, &|| best.planned.as_ref().ok().cloned());
             }
             attempts.extend(made);
@@ -219,9 +221,10 @@ impl Search<'_> {
             task.planned(&variants[*variant], options, false)
         });
         for (at, planned) in order.into_iter().zip(better) {
-            if let Ok(better) = &planned {
-                attempts[at].is_refused = self.refuses(&better.plan);
-                attempts[at].planned = planned;
+            let Ok(better) = &planned else { continue };
+            let is_refused = self.refuses(&better.plan);
+            if attempts[at].is_refused || !is_refused {
+                (attempts[at].is_refused, attempts[at].planned) = (is_refused, planned);
             }
         }
     }

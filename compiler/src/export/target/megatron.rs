@@ -33,13 +33,12 @@ pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
     let replicas = fit::replicas(plan, TOOL)?;
     let zero = fit::zero(plan, TOOL, Target::Megatron)?.level;
     let instances = plan.stages.first().map_or(1, |stage| stage.replicas / stage.shards().max(1));
-    // The plan counts on the overlap of gradient all-reduces with the backward.
     let mut optimizer_flags = String::from(if replicas > 1 { "--overlap-grad-reduce\n" } else { "" });
-    if zero > 0 {
+    if replicas > 1 && zero > 0 {
         optimizer_flags.push_str("--overlap-param-gather\n--use-distributed-optimizer\n");
-    }
-    if zero > 0 && instances > 1 {
-        optimizer_flags.push_str(&format!("--num-distributed-optimizer-instances {instances}\n"));
+        if instances > 1 {
+            optimizer_flags.push_str(&format!("--num-distributed-optimizer-instances {instances}\n"));
+        }
     }
     let microbatches = fit::share(plan, replicas)?;
     let (layout, count) = layout(plan)?;

@@ -296,12 +296,16 @@ fn held_terms(
 /// also holds what other stages sent early. The baselines have one stage per device, whatever the schedule.
 pub fn sharing(problem: &Problem, spots: &[StagePosition], stages: usize) -> Vec<Vec<usize>> {
     let ranks = stages / problem.chunks.max(1) as usize;
-    let is_loop = problem.schedule == Schedule::Interleaved && stages.is_multiple_of(problem.chunks.max(1) as usize);
-    let is_ordered = is_loop && problem.constraints.target == Some(Target::Megatron);
-    if is_ordered && spots.get(ranks).is_some_and(|spot| spot.first == spots[0].first) {
+    let is_loop = has_one_peak(problem, problem.schedule) && stages.is_multiple_of(problem.chunks.max(1) as usize);
+    if is_loop && spots.get(ranks).is_some_and(|spot| spot.first == spots[0].first) {
         return (0..ranks).map(|rank| (rank..stages).step_by(ranks).collect()).collect();
     }
     (0..stages).map(|at| vec![at]).collect()
+}
+
+/// True if the stages of a device are not fullest at the same time.
+pub fn has_one_peak(problem: &Problem, schedule: Schedule) -> bool {
+    schedule == Schedule::Interleaved && problem.constraints.target == Some(Target::Megatron)
 }
 
 /// The memory of such stages, of which `first` is the first, when their device is fullest.

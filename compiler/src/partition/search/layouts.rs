@@ -15,7 +15,7 @@ use crate::partition::explain::infeasible;
 use crate::partition::options::PlannerOptions;
 use crate::partition::planned::Planned;
 use crate::partition::search::balanced_cuts::Line;
-use crate::partition::search::build_plan::{self, StagePosition};
+use crate::partition::search::build_plan::{self, HeldTerms, StagePosition};
 use crate::partition::search::context::{SearchContext, SearchLimits};
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::search::interleaved::Counts;
@@ -228,7 +228,7 @@ impl<'a> Layouts<'a> {
     /// Memory of a device of each rank, if all or no stages recompute their activations.
     fn of_ranks(&self, cut: &Cut, layout: &Layout, held: &Counts, recompute: bool) -> Vec<u64> {
         let &Layout { schedule, ranks, replicas, zero, .. } = layout;
-        let mut of_rank = vec![0u64; ranks as usize];
+        let mut of_rank: Vec<Vec<HeldTerms>> = vec![Vec::new(); ranks as usize];
         for (stage, holdings) in cut.holdings.iter().enumerate() {
             let multiples = MemoryMultipliers {
                 in_flight: held.caps[stage],
@@ -243,10 +243,15 @@ impl<'a> Layouts<'a> {
                 schedule,
                 microbatches: self.problem.microbatches,
             };
-            let sum = &mut of_rank[rank_of(schedule, ranks, stage as u32) as usize];
-            *sum = sum.saturating_add(holdings.held(&multiples).total);
+            of_rank[rank_of(schedule, ranks, stage as u32) as usize].push((*holdings, multiples));
         }
-        of_rank
+        let stages = cut.holdings.len();
+        let held = |(rank, own): (usize, Vec<HeldTerms>)| {
+            let together = if build_plan::has_one_peak(self.problem, schedule) { own.len().max(1) } else { 1 };
+            let memory = own.chunks(together).flat_map(|own| build_plan::of_device(self.problem, rank, stages, own));
+            memory.fold(0u64, |sum, stage| sum.saturating_add(stage.total))
+        };
+        of_rank.into_iter().enumerate().map(held).collect()
     }
 
     /// The fraction of each stage that recomputes its activations, and the peak memory; `None` if the layout does not

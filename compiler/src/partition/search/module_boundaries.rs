@@ -2,7 +2,7 @@
 
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::plan::problem::{Problem, Target};
-use crate::profile::module_units::{Units, longest, numbered};
+use crate::profile::module_units::{Units, numbered};
 use std::collections::{BTreeMap, BTreeSet};
 
 pub struct Borders {
@@ -49,16 +49,19 @@ impl Borders {
 }
 
 /// Makes one unit of the modules before the numbered layers, and one of those after them: Megatron keeps the former in
-/// the first stage, and the final norm and the head in the last.
+/// the first stage, and the final norm and the head in the last. It takes no model with several lists of layers.
 fn join_ends(names: &mut [String]) {
-    let distinct: BTreeSet<&str> = names.iter().map(String::as_str).collect();
-    let lists = distinct.iter().filter_map(|name| numbered(name)).map(|(list, _)| list);
-    let Some((layers, _)) = longest(lists).map(|(list, count)| (list.to_string(), count)) else { return };
-    let mut before = true;
-    for name in names {
-        match numbered(name) {
-            Some((list, _)) if list == layers => before = false,
-            None if !name.is_empty() => *name = if before { "first" } else { "last" }.to_string(),
+    let lists: BTreeSet<&str> = names.iter().filter_map(|name| numbered(name)).map(|(list, _)| list).collect();
+    let is_layer = |name: &String| numbered(name).is_some();
+    let layers = names.iter().position(is_layer).zip(names.iter().rposition(is_layer));
+    let Some((first, last)) = layers.filter(|_| lists.len() == 1) else { return };
+    let [before, inside, after] = [&names[..first], &names[first..=last], &names[last + 1..]]
+        .map(|names| names.iter().cloned().collect::<BTreeSet<String>>());
+    for name in names.iter_mut().filter(|name| !name.is_empty() && !inside.contains(*name)) {
+        match (before.contains(name), after.contains(name)) {
+            (true, false) => *name = "first".to_string(),
+            (false, true) => *name = "last".to_string(),
+            // A module that is used at both ends stays as it is.
             _ => {}
         }
     }
