@@ -58,10 +58,17 @@ pub fn write(input: &ExportInput<'_>) -> Result<Bundle, Refusal> {
         ActivationSharding::Replicated if degree > 1 => (format!("--tensor-model-parallel-size {degree}\n"), micro),
         ActivationSharding::Replicated => (String::new(), micro),
     };
+    // Without these, Megatron slices every expert over the tensor-parallel group.
+    let has_whole_experts = plan.predicted.experts.iter().any(|experts| experts.split == "experts");
+    let is_tensor_parallel = degree > 1 && plan.activations() != ActivationSharding::Batch;
+    let experts = match is_tensor_parallel && has_whole_experts {
+        true => format!("--expert-model-parallel-size {degree}\n--expert-tensor-parallel-size 1\n"),
+        false => String::new(),
+    };
     let precision = plan.precision().filter(|precision| precision.is_mixed());
     let precision = precision.map_or(String::new(), |precision| format!("--{}\n", precision.name()));
     let text = format!(
-        "{precision}{groups}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout {layout}\n--num-layers {count}\n\
+        "{precision}{groups}{experts}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout {layout}\n--num-layers {count}\n\
          --micro-batch-size {micro}\n--global-batch-size {global}\n{optimizer_flags}{recompute}"
     );
     let mut bundle = Bundle::of("megatron.args", text);
