@@ -86,7 +86,7 @@ const BUDGETS: [(&str, usize); 36] = [
     ("src/costs", 520),
     ("src/files", 820),
     ("src/launch", 1_360),
-    ("src/plan", 4_340),
+    ("src/plan", 4_350),
     ("src/train", 3_740),
     ("tests", 26_910),
     ("benches", 2_830),
