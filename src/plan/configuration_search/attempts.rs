@@ -51,7 +51,8 @@ impl Attempt {
 
 /// The fastest plan that the target accepts.
 pub fn best(attempts: &[Attempt]) -> Option<&Attempt> {
-    attempts.iter().filter(|attempt| !attempt.is_refused).min_by(|left, right| left.by_time(right))
+    let accepted = attempts.iter().filter(|attempt| !attempt.is_refused && attempt.planned.is_ok());
+    accepted.min_by(|left, right| left.by_time(right))
 }
 
 /// A plan to make.
@@ -99,8 +100,7 @@ impl Search<'_> {
     pub fn attempt(&mut self, tasks: Vec<(usize, Task)>, at_once: usize, attempts: &mut Vec<Attempt>) {
         self.total = self.done + tasks.len() as u64;
         for few in tasks.chunks(at_once) {
-            let accepted = attempts.iter().filter(|attempt| !attempt.is_refused);
-            let best_us = accepted.map(Attempt::us).fold(f64::INFINITY, f64::min);
+            let best_us = best(attempts).map_or(f64::INFINITY, Attempt::us);
             if best_us.is_finite() && (self.events.stops() || self.is_close(best_us)) {
                 break;
             }
@@ -233,17 +233,17 @@ impl Search<'_> {
     pub fn neighbours(&mut self, source: &dyn SizedCosts, attempts: &mut Vec<Attempt>) {
         let mut tried = BTreeSet::new();
         loop {
-            let Some(best) = best(attempts) else { return };
-            let (us, Ok(Planned { plan, .. })) = (best.us(), &best.planned) else { return };
-            if plan.schedule.chunks > 1 || !self.is_small(best.variant) || self.events.stops() || self.is_close(us) {
+            let Some(fastest) = best(attempts) else { return };
+            let (us, Ok(Planned { plan, .. })) = (fastest.us(), &fastest.planned) else { return };
+            if plan.schedule.chunks > 1 || !self.is_small(fastest.variant) || self.events.stops() || self.is_close(us) {
                 return;
             }
             let schedule = plan.schedule.kind;
             let replicas: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
             let zero = plan.zero();
             let task = Task::Given { schedule, zero, replicas: replicas.clone() };
-            tried.insert((best.variant, replicas.clone()));
-            let mut next = self.next_sizes(source, best.variant);
+            tried.insert((fastest.variant, replicas.clone()));
+            let mut next = self.next_sizes(source, fastest.variant);
             next.retain(|variant| self.bound_if_better(*variant, &[schedule]).is_some());
             next.retain(|variant| tried.insert((*variant, replicas.clone())));
             let (variants, options) = (&self.variants, &self.request.options);
@@ -251,9 +251,9 @@ impl Search<'_> {
             for (variant, planned) in next.into_iter().zip(planned) {
                 attempts.extend(planned.is_ok().then(|| self.made(variant, &task, planned)));
             }
-            let accepted = attempts.iter().filter(|attempt| !attempt.is_refused);
-            self.best_us = accepted.map(Attempt::us).fold(self.best_us, f64::min);
-            if attempts.iter().all(|attempt| attempt.is_refused || attempt.us() >= us) {
+            let best_us = best(attempts).map_or(f64::INFINITY, Attempt::us);
+            self.best_us = self.best_us.min(best_us);
+            if best_us >= us {
                 return;
             }
         }
