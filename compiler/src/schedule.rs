@@ -133,6 +133,8 @@ pub struct StageSpec {
     pub buckets: Vec<Bucket>,
     /// ZeRO stage, see [`crate::plan::zero`].
     pub zero: u32,
+    /// Number of replicas that shard together under ZeRO; 0 for all.
+    pub shard_degree: u32,
     /// Share of the all-reduce time of its reduce-scatter under ZeRO; the all-gather has the rest.
     pub scattered: f64,
     /// In-flight items per replica, at least 1.
@@ -164,6 +166,7 @@ impl StageSpec {
             all_reduce: 0.0,
             buckets: Vec::new(),
             zero: 0,
+            shard_degree: 0,
             scattered: 0.5,
             cap: 1,
             param_bytes: 0,
@@ -453,6 +456,16 @@ pub struct ProgramStage {
     /// ZeRO stage; 0 for none.
     #[serde(default, skip_serializing_if = "is_first")]
     pub zero: u32,
+    /// Number of replicas that shard together under ZeRO; 0 for all.
+    #[serde(default, skip_serializing_if = "is_first")]
+    pub shard_degree: u32,
+}
+
+impl ProgramStage {
+    /// Number of replicas that shard together under ZeRO.
+    pub fn shards(&self) -> u32 {
+        if self.shard_degree > 0 { self.shard_degree } else { self.replicas }
+    }
 }
 
 fn is_first(number: &u32) -> bool {

@@ -19,7 +19,7 @@ pub enum ZeroStage {
 }
 
 impl ZeroStage {
-    /// Refuses ZeRO for inference, and groups that shard where nothing trains with them.
+    /// Refuses ZeRO for inference, and groups that shard where the target has none.
     pub fn validate(self, trains: bool, target: Option<Target>) -> Result<(), Error> {
         let zero = self.zero();
         if zero.level > 0 && !trains {
@@ -27,12 +27,10 @@ impl ZeroStage {
                 .because("ZeRO shards gradients and optimizer state, which inference does not have")
                 .with_help("omit it"));
         }
-        if zero.degree > 0 && !target.is_some_and(|target| target.has_shard_degree(zero.level)) {
-            let most = zero.level.min(target.map_or(MOST, Target::most_zero));
-            let flag = target
-                .map_or("a plan for pipec's runtime".to_string(), |target| format!("`--target {}`", target.name()));
-            return Err(Error::input(format!("`--zero {zero}` cannot be combined with {flag}"))
-                .because("groups of replicas shard in torchtitan, and in Megatron-LM at ZeRO 1")
+        if let Some(target) = target.filter(|target| zero.degree > 0 && !target.has_shard_degree(zero.level)) {
+            let most = zero.level.min(target.most_zero());
+            return Err(Error::input(format!("`--zero {zero}` cannot be combined with `--target {}`", target.name()))
+                .because("groups of replicas shard in torchtitan, in Megatron-LM at ZeRO 1, and in pipec's own runtime")
                 .with_help(format!("use `--zero {most}`, or `--target torchtitan`")));
         }
         Ok(())
@@ -50,7 +48,7 @@ impl ZeroStage {
         let most = self.least(target).level;
         let degree = problem.cluster.levels.first().map_or(0, |level| level.count);
         let is_split = (2..problem.cluster.devices()).contains(&degree);
-        let has_groups = |level| level > 0 && is_split && target.is_some_and(|target| target.has_shard_degree(level));
+        let has_groups = |level| level > 0 && is_split && target.is_none_or(|target| target.has_shard_degree(level));
         let groups = |level| has_groups(level).then_some(Zero { level, degree });
         (0..=most).flat_map(|level| groups(level).into_iter().chain([Zero::over_all(level)])).collect()
     }
@@ -63,7 +61,7 @@ impl ZeroStage {
     /// The kind for lower bounds of the time.
     pub fn fastest(self, target: Option<Target>) -> Zero {
         let least = self.least(target);
-        let may_group = self == ZeroStage::Auto && target.is_some_and(|target| target.has_shard_degree(least.level));
+        let may_group = self == ZeroStage::Auto && target.is_none_or(|target| target.has_shard_degree(least.level));
         if may_group { Zero { degree: 2, ..least } } else { least }
     }
 

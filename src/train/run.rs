@@ -135,11 +135,6 @@ fn train_once(
         Some(PlanInput::Plan(plan)) => Some((**plan).clone()),
         None => None,
     };
-    if let Some(zero) = given_plan.as_ref().map(Plan::zero).filter(|zero| zero.degree > 0) {
-        return Err(Error::input(format!("the plan shards over groups of {} replicas", zero.degree))
-            .because("pipec's runtime shards over all replicas of a stage")
-            .with_help(format!("plan with `--zero {}`, without `--target`", zero.level)));
-    }
     let devices = request.device.open()?;
     let has_processes = !matches!(role, ProcessRole::Alone);
     let degree =

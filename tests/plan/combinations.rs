@@ -123,11 +123,11 @@ fn parity_case(root: &Path, name: &str, microbatches: u32) -> ParityCase {
     }
 }
 
-/// Tensor-parallel degree, ZeRO level, replicas and stages.
+/// Tensor-parallel degree, ZeRO, replicas and stages.
 #[derive(Clone, Copy, Debug)]
 struct Combination {
     degree: u32,
-    zero: u32,
+    zero: Zero,
     replicas: u32,
     stages: u32,
 }
@@ -138,7 +138,9 @@ fn combinations() -> Vec<Combination> {
         for replicas in [1, 2, 4] {
             for stages in [1, 2].into_iter().filter(|stages| degree * replicas * stages <= WORKERS) {
                 let max_zero = if replicas > 1 { MOST } else { 0 };
-                combinations.extend((0..=max_zero).map(|zero| Combination { degree, zero, replicas, stages }));
+                let all = (0..=max_zero).map(Zero::over_all);
+                let groups = (1..=max_zero).filter(|_| replicas > 2).map(|level| Zero { level, degree: 2 });
+                combinations.extend(all.chain(groups).map(|zero| Combination { degree, zero, replicas, stages }));
             }
         }
     }
@@ -152,7 +154,7 @@ impl ParityCase {
         let mut problem = Problem::new(self.costs.clone(), levels, CostModel::Pipec);
         problem.cluster.device = group(1).device;
         (problem.schedule, problem.microbatches) = (self.order.0, self.microbatches);
-        (problem.zero, problem.optimizer_state) = (Zero::over_all(combination.zero), 1.0);
+        (problem.zero, problem.optimizer_state) = (combination.zero, 1.0);
         problem.recompute = Recomputation::Never;
         problem.constraints.replicas = Some(vec![combination.replicas; combination.stages as usize]);
         if combination.degree > 1 {
@@ -224,7 +226,7 @@ fn all_go_together() {
             assert_eq!(plan.stages.len(), combination.stages as usize, "{name} {combination:?}");
             for stage in &plan.stages {
                 assert_eq!(
-                    (stage.replicas, stage.degree(), stage.zero),
+                    (stage.replicas, stage.degree(), stage.sharding()),
                     (combination.replicas, combination.degree, combination.zero),
                     "{name}"
                 );
@@ -289,7 +291,7 @@ fn two_rounds_are_open_without_a_flush() {
     for (order, microbatches) in orders {
         let case = ParityCase { order, ..parity_case(&root, "gpt", microbatches) };
         for zero in 0..=MOST {
-            let combination = Combination { degree: 1, zero, replicas: 2, stages: 2 };
+            let combination = Combination { degree: 1, zero: Zero::over_all(zero), replicas: 2, stages: 2 };
             let plan = case.plan(combination).unwrap();
             let (trained, _) = case.train_plan(&plan);
             for (stage, peak_bytes) in plan.stages.iter().zip(trained.peak_memory_bytes.chunks(2)) {
@@ -315,7 +317,7 @@ fn sums_of_shared_parameters_are_planned_while_they_wait() {
     let order = (Schedule::OneFOneBRr, Schedule::OneFOneBRr);
     let case = ParityCase { order, ..parity_case(&root, "gpt", 1) };
     for stages in 2..=4 {
-        let plan = case.plan(Combination { degree: 1, zero: 0, replicas: 1, stages }).unwrap();
+        let plan = case.plan(Combination { degree: 1, zero: Zero::default(), replicas: 1, stages }).unwrap();
         let (trained, _) = case.train_plan(&plan);
         for (stage, peak_bytes) in plan.stages.iter().zip(&trained.peak_memory_bytes) {
             let planned_bytes = stage.memory.total;

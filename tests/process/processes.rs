@@ -120,13 +120,18 @@ fn four_processes_train_with_shards_as_threads_do() {
     let root = folder.path();
     make_models(root);
     let flush = ["--schedule", "1f1b", "--microbatches", "4"];
-    for zero in ["2", "3"] {
-        for (model, replicas, schedule) in [
-            ("m.onnx", "4", &flush[..]),
-            ("g.onnx", "2,2", &flush[..]),
-            ("c.onnx", "2,2", &["--schedule", "1f1b-rr"]),
-            ("m.onnx", "3,1", &["--schedule", "2bw", "--microbatches", "4"]),
-        ] {
+    let cases = [
+        ("m.onnx", "4", &flush[..]),
+        ("m.onnx", "4", &["--schedule", "1f1b-rr"]),
+        ("g.onnx", "2,2", &flush[..]),
+        ("c.onnx", "2,2", &["--schedule", "1f1b-rr"]),
+        ("m.onnx", "3,1", &["--schedule", "2bw", "--microbatches", "4"]),
+    ];
+    // Of groups of two that shard, four replicas have two.
+    for (zero, cases) in
+        [("2", &cases[..]), ("3", &cases), ("1:2", &cases[..2]), ("2:2", &cases[..2]), ("3:2", &cases[..2])]
+    {
+        for &(model, replicas, schedule) in cases {
             let extra = ["--gpus", "4", "--stages", replicas, "--zero", zero, "--optimizer", "adam"];
             write_plan(root, model, &[&extra[..], schedule].concat());
             let what = format!("{model}, {replicas}, {schedule:?}, ZeRO {zero}");

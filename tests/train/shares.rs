@@ -123,6 +123,40 @@ fn runs_without_a_flush_go_on_under_any_level() {
     }
 }
 
+/// The first group of replicas that shard saves its shards; the other group only its versions.
+#[test]
+fn groups_that_shard_save_and_go_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    expect_exit(folder, 0, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
+    for (schedule, extra) in [("1f1b", &["--microbatches", "4"][..]), ("1f1b-rr", &[])] {
+        let plan =
+            ["partition", "m.onnx", "--gpus", "4", "--stages", "4", "--schedule", schedule, "--optimizer", "adam"];
+        let micro_batch = if schedule == "1f1b" { "4" } else { "16" };
+        for zero in ["1:2", "3:2", "3"] {
+            let file = format!("{zero}.json");
+            let zero = ["--micro-batch", micro_batch, "--zero", zero, "-q", "-o", &file];
+            expect_exit(folder, 0, &[&plan[..], &zero, extra].concat());
+        }
+        for (first_plan, resumed_plan) in [("1:2.json", "1:2.json"), ("3:2.json", "3:2.json"), ("3:2.json", "1:2.json")]
+        {
+            let whole = train(folder, first_plan, &["--steps", "6"]);
+            for processes in [&[][..], &["--processes"]] {
+                let flags = ["--checkpoint-dir", "kept", "--checkpoint-every", "4", "--steps", "6"];
+                assert!(
+                    train(folder, first_plan, &[&flags[..], processes].concat()) == whole,
+                    "{schedule} {first_plan}"
+                );
+                let flags = [&["--resume", "kept/step-00000004", "--steps", "6"], processes].concat();
+                let is_same = train(folder, resumed_plan, &flags) == whole;
+                assert!(is_same, "{schedule}: {first_plan} and then {resumed_plan} {processes:?}");
+                train(folder, "3.json", &flags);
+                fs::remove_dir_all(folder.join("kept")).unwrap();
+            }
+        }
+    }
+}
+
 #[test]
 fn plans_say_what_replicas_share() {
     let plans = write_plans();

@@ -6,7 +6,7 @@ use compiler::graph::order;
 use compiler::import::import::{Model, Options as Import, Weight, load};
 use compiler::pass::loss::Loss;
 use compiler::plan::schedule::Schedule;
-use compiler::plan::zero::MOST;
+use compiler::plan::zero::{MOST, Zero};
 use compiler::schedule::semantics::StepCount;
 use compiler::schedule::{Bucket, Instruction, Pipeline, Program, StageSpec, published_caps};
 use compiler::tensor::Tensor;
@@ -53,13 +53,14 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn prepare(&self, zero: u32) -> Prepared {
+    fn prepare(&self, zero: Zero) -> Prepared {
         let item = BATCH / self.count.microbatches as usize;
         let dims: Bindings = symbols(&self.model.graph).into_iter().map(|symbol| (symbol, item as i64)).collect();
         let bucket = Bucket { ready: 1.0, share: 1.0 / self.buckets as f64 };
         let shape = |r: &u32| StageSpec {
             buckets: vec![bucket; self.buckets],
-            zero,
+            zero: zero.of_stage(*r).level,
+            shard_degree: zero.of_stage(*r).degree,
             ..StageSpec::new(*r, f64::from(*r), 2.0 * f64::from(*r))
         };
         let pipeline = Pipeline::chain(self.replicas.iter().map(shape).collect());
@@ -72,7 +73,11 @@ impl Run<'_> {
         prepare(&self.model.graph, &stages, pipeline, &settings).unwrap()
     }
 
-    fn train(&self, zero: u32) -> Trained {
+    fn train(&self, level: u32) -> Trained {
+        self.train_sharded(Zero::over_all(level))
+    }
+
+    fn train_sharded(&self, zero: Zero) -> Trained {
         let prepared = self.prepare(zero);
         let text = prepared.program.to_string();
         assert_eq!(text.parse::<Program>().unwrap(), prepared.program);
@@ -144,6 +149,42 @@ fn shares_change_no_bits() {
                     true => assert_same(&unsharded, &sharded, &label),
                     false => assert_near(&unsharded, &sharded, &label),
                 }
+            }
+        }
+    }
+}
+
+/// Groups of two or three replicas shard. Each group adds its gradients first, so sums differ in their last bits; if one group
+/// has all micro-batches, they do not.
+#[test]
+fn groups_that_shard_train_as_all_replicas_do() {
+    let steps = |minibatches, microbatches| StepCount { minibatches, microbatches };
+    for (name, replicas, schedule, count, degree) in [
+        ("mlp", &[4][..], Schedule::OneFOneB, steps(4, 4), 2),
+        ("mlp", &[4, 1], Schedule::OneFOneB, steps(3, 2), 2),
+        ("mlp", &[6, 4], Schedule::Gpipe, steps(3, 12), 3),
+        ("mlp", &[4, 2], Schedule::OneFOneBRr, steps(11, 1), 2),
+        ("mlp", &[4, 2], Schedule::TwoBw, steps(5, 4), 2),
+        ("mlp", &[4, 4, 4, 4], Schedule::Zbv, steps(3, 4), 2),
+        ("gpt", &[4, 4], Schedule::OneFOneB, steps(2, 4), 2),
+        ("residual-cnn", &[4], Schedule::OneFOneB, steps(2, 4), 2),
+    ] {
+        let model = load_model(name);
+        for clip_norm in [None, Some(0.05)] {
+            let (optimizer, policy) = (adam(), Policy { clip_norm, ..Policy::default() });
+            let run = Run { model: &model, replicas, schedule, count, optimizer, buckets: 2, policy };
+            for level in 1..=MOST {
+                let label = format!("{name} {replicas:?} {schedule} zero {level}:{degree}");
+                let (all, groups) = (run.train(level), run.train_sharded(Zero { level, degree }));
+                match clip_norm.is_none()
+                    && count.microbatches as usize <= degree as usize
+                    && !schedule.is_round_robin()
+                {
+                    true => assert_same(&all, &groups, &label),
+                    false => assert_near(&all, &groups, &label),
+                }
+                let most = |trained: &Trained| trained.peak_memory_bytes[..replicas[0] as usize].iter().max().copied();
+                assert!(most(&groups) > most(&all), "{label}: shards of a group are larger");
             }
         }
     }
@@ -238,7 +279,7 @@ fn programs_reduce_to_shares_and_gather() {
     let count = StepCount { minibatches: 3, microbatches: 4 };
     let (schedule, policy) = (Schedule::OneFOneB, Policy::default());
     let run = Run { model: &model, replicas: &[2, 1], schedule, count, optimizer: adam(), buckets: 2, policy };
-    let program = run.prepare(1).program;
+    let program = run.prepare(Zero::over_all(1)).program;
     let instructions: Vec<&Instruction> = program.workers.iter().flat_map(|worker| &worker.instructions).collect();
     let occurrences = |predicate: &dyn Fn(&Instruction) -> bool| {
         instructions.iter().filter(|instruction| predicate(instruction)).count()

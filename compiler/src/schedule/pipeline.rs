@@ -78,6 +78,7 @@ pub fn pipeline_of(
             all_reduce,
             buckets,
             zero: stage.zero,
+            shard_degree: stage.shard_degree,
             scattered: if stage.shard_degree > 0 && all_reduce > 0.0 { 1.0 - within_group / all_reduce } else { 0.5 },
             param_bytes: stage.memory.weights,
             saved_bytes: stage.memory.activations / u64::from(cap.max(1)),

@@ -84,6 +84,7 @@ impl Rule {
             recompute: recomputes(stage),
             buckets: buckets(stage),
             zero: if reduces(stage) { stage.zero } else { 0 },
+            shard_degree: if reduces(stage) { stage.shard_degree } else { 0 },
         });
         Ok(Self { schedule, items: items as u32, microbatches, stages: stages.collect() })
     }

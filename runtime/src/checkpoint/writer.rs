@@ -121,10 +121,15 @@ impl<'a, F: Files> CheckpointWriter<'a, F> {
         let mut open = self.open.remove(&minibatches).unwrap_or_default();
         open.parts += 1;
         let (stage, replicas) = (snapshot.stage.0, snapshot.replicas as usize);
-        let waiting = open.snapshots.entry(stage).or_default();
-        waiting.push(snapshot);
-        if waiting.len() >= replicas {
-            let snapshots = open.snapshots.remove(&stage).unwrap_or_default();
+        let mut snapshots = vec![snapshot];
+        if replicas > 1 {
+            let waiting = open.snapshots.entry(stage).or_default();
+            waiting.append(&mut snapshots);
+            if waiting.len() >= replicas {
+                snapshots = open.snapshots.remove(&stage).unwrap_or_default();
+            }
+        }
+        if !snapshots.is_empty() {
             let write_all = |open: &mut Open| {
                 merge_shards(snapshots)?.iter().try_for_each(|snapshot| self.write_part(snapshot, open))
             };

@@ -24,13 +24,13 @@ const MOST_STATE: u32 = 8;
 /// Upper bound of the numbers per parameter or state, in bytes.
 const NUMBERS: usize = 256;
 
-/// A stage on one rank, with its replica number, tensor-parallel rank, replica count, in-flight limit, and the
-/// minibatches before its newest snapshot.
+/// A stage on one rank, with its replica number, tensor-parallel rank, number of replicas that shard together, in-flight
+/// limit, and the minibatches before its newest snapshot.
 struct RankStage {
     stage: StageId,
     replica: u32,
     tensor_rank: usize,
-    replicas: u32,
+    shards: u32,
     cap: u32,
     newest: u32,
 }
@@ -53,7 +53,7 @@ impl<'a> PartForm<'a> {
                     stage,
                     replica: worker.replica,
                     tensor_rank,
-                    replicas: program_stage.replicas,
+                    shards: program_stage.shards(),
                     cap: program_stage.cap,
                     newest: 0,
                 }
@@ -206,14 +206,14 @@ pub fn unpack(form: &mut PartForm<'_>, fields: &mut Fields<'_>) -> Result<StageS
         (rank_stage.stage, rank_stage.replica, rank_stage.tensor_rank) == (stage, replica, tensor_rank)
     };
     let index = form.stages.iter().position(is_stage).ok_or(FrameError::Field { what })?;
-    let replica_count = form.stages[index].replicas;
+    let shards = form.stages[index].shards;
     if minibatches <= form.stages[index].newest || minibatches > form.minibatches {
         return Err(FrameError::Field { what: "the step of a checkpoint" });
     }
     let code = form.codes.get(stage.index()).ok_or(FrameError::Field { what })?;
     let what = "the replicas of a checkpoint";
     let replicas = fields.u32(what)?;
-    if replicas != 1 && replicas != replica_count {
+    if replicas != 1 && (replicas != shards || replica >= shards) {
         return Err(FrameError::Field { what });
     }
     let lengths = |named: &NamedTensor| {
@@ -279,7 +279,15 @@ mod tests {
 
     /// One stage without parameters, on two tensor-parallel ranks in two processes: six minibatches of two.
     fn program() -> Program {
-        let stage = ProgramStage { rank: RankId(0), replicas: 1, cap: 1, recompute: false, buckets: 1, zero: 0 };
+        let stage = ProgramStage {
+            rank: RankId(0),
+            replicas: 1,
+            cap: 1,
+            recompute: false,
+            buckets: 1,
+            zero: 0,
+            shard_degree: 0,
+        };
         let worker = WorkerProgram { rank: RankId(0), replica: 0, instructions: Vec::new() };
         Program {
             schedule: Schedule::OneFOneB,

@@ -53,7 +53,6 @@ pub struct RoundGradients {
     pub(super) buckets: u32,
     /// Buckets posted before the round's last backward.
     pub(super) due: Vec<PostedBucket>,
-    pub(super) replica: usize,
     /// Sums of collectives in flight that are reduced in place, by collective and gradient term.
     pub(super) reducing: HashMap<u64, Vec<Option<Arc<Buffer>>>>,
 }
@@ -70,7 +69,6 @@ impl RoundGradients {
             bucket_of_parameter: of_parameter,
             buckets,
             due: Vec::new(),
-            replica: 0,
             reducing: HashMap::new(),
         }
     }

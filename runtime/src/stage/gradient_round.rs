@@ -33,7 +33,6 @@ impl StageWorker<'_> {
     }
 
     fn contribute(&mut self, PostedBucket { round, bucket, replica, .. }: PostedBucket) -> Result<(), DeviceError> {
-        self.round_gradients.replica = replica;
         let ReplicaGradients { mut terms, samples } = self.round_gradients.take(bucket)?;
         if bucket + 1 >= self.round_gradients.buckets {
             self.shard_stream.iter().for_each(|shard_stream| shard_stream.end_round(round));
@@ -55,13 +54,14 @@ impl StageWorker<'_> {
         let number = self.collective_number(round, bucket);
         let contributions = self.comms.replicas.wait(number)?;
         if let Some(all_reduce) = &self.comms.all_reduce {
-            all_reduce.wait(Collective::AllReduce(number), self.round_gradients.replica)?;
+            all_reduce.wait(Collective::AllReduce(number), self.shard.rank())?;
         }
         let sums = self.round_gradients.reducing.remove(&number).ok_or(CollectiveError::PeerLost)?;
         let mut terms = self.finish_reduce_in_place(sums, &contributions)?;
         let mut samples: Vec<Samples> = contributions.iter().flat_map(|c| c.samples.iter().cloned()).collect();
         samples.sort_by_key(|(item, _)| *item);
         self.take_sums(round, bucket, &mut terms);
+        self.reduce_across_groups((number, bucket), &mut terms, &contributions)?;
         match self.reduced.get_mut(&round) {
             None => _ = self.reduced.insert(round, ReplicaGradients { terms, samples }),
             Some(reduced) => {
@@ -85,6 +85,37 @@ impl StageWorker<'_> {
             self.round_gradients.bucket_of[*index] == bucket && shard_stream.is_streamed(term.parameter)
         });
         terms.for_each(|(index, (_, sum))| *sum = shard_stream.sum(round, index));
+    }
+
+    /// Sums this replica's shards over the groups that shard. A group without micro-batches in the round receives the sums.
+    fn reduce_across_groups(
+        &self,
+        (number, bucket): (u64, u32),
+        terms: &mut [Option<Arc<Buffer>>],
+        contributions: &[BucketContribution],
+    ) -> Result<(), CollectiveError> {
+        let Some(across_groups) = &self.comms.across_groups else { return Ok(()) };
+        let (device, degree) = (&self.executor.device, self.shard.degree());
+        let group = contributions.chunks(degree).nth(self.shard.group()).unwrap_or_default();
+        let mut parts = Vec::new();
+        for (index, (term, sum)) in self.code.gradient_terms.iter().zip(terms.iter_mut()).enumerate() {
+            let named = &self.code.parameters[term.parameter];
+            let (dtype, bytes) = named.gradient();
+            let is_streamed = is_streamed(self.shard_stream.as_deref(), term);
+            let has_term = match is_streamed {
+                true => sum.is_some(),
+                false => group.iter().any(|contribution| contribution.has_terms[index]),
+            };
+            if sum.is_none() && is_streamed && self.round_gradients.bucket_of[index] == bucket {
+                let shard = self.shard.own(term.parameter, bytes, dtype.size());
+                *sum = Some(device.once(shard.len())?);
+            }
+            sum.iter().try_for_each(|sum| device.release(sum))?;
+            parts.push(sum.clone().map(|sum| Addends { dtype, sum, has_term, is_whole: true }));
+        }
+        across_groups.contribute(Collective::AllReduce(number), self.shard.group(), parts)?;
+        across_groups.wait(Collective::AllReduce(number), self.shard.group())?;
+        Ok(terms.iter().flatten().try_for_each(|sum| device.stream.acquire(sum))?)
     }
 
     /// The gradients since the last step, for a stage without replicas.
@@ -125,7 +156,7 @@ impl StageWorker<'_> {
         }
         self.round_gradients.reducing.insert(number, sums);
         if let Some(all_reduce) = &self.comms.all_reduce {
-            all_reduce.contribute(Collective::AllReduce(number), self.round_gradients.replica, parts)?;
+            all_reduce.contribute(Collective::AllReduce(number), self.shard.rank(), parts)?;
         }
         Ok(has_terms)
     }

@@ -24,9 +24,9 @@ impl StageWorker<'_> {
         let number = self.collective_number(version, bucket);
         if let Some(all_reduce) = &self.comms.all_reduce {
             let parts = self.weights_in_place(version, bucket)?;
-            all_reduce.contribute(Collective::AllGather(number), self.shard.replica(), parts)?;
+            all_reduce.contribute(Collective::AllGather(number), self.shard.rank(), parts)?;
         }
-        shard_comm.contribute(number, self.shard.replica(), Shares(Vec::new()));
+        shard_comm.contribute(number, self.shard.rank(), Shares(Vec::new()));
         Ok(())
     }
 
@@ -55,7 +55,7 @@ impl StageWorker<'_> {
         let number = self.collective_number(version, bucket);
         shard_comm.wait(number)?;
         if let Some(all_reduce) = &self.comms.all_reduce {
-            all_reduce.wait(Collective::AllGather(number), self.shard.replica())?;
+            all_reduce.wait(Collective::AllGather(number), self.shard.rank())?;
         }
         let weights = self.versions.get(&version).ok_or(CollectiveError::PeerLost)?;
         let mut gathered = self.stepped_parameters(version, bucket).into_iter().filter_map(|p| weights.get(p));
@@ -110,7 +110,8 @@ impl StageWorker<'_> {
         weights: &mut Weights,
         gradients: &mut [(usize, Buffer)],
     ) -> Result<(), CollectiveError> {
-        let Some(shard_comm) = self.comms.shard_comm.clone() else { return Ok(()) };
+        // Every group of replicas has all shards.
+        let Some(shard_comm) = self.comms.shard_comm.clone().filter(|_| self.shard.group() == 0) else { return Ok(()) };
         let parameters = self.code.parameters.len();
         // Numbers from `parameters` on stand for gradients.
         let is_sharded = |p: &usize| self.shard.is_sharded(*p);
@@ -123,8 +124,8 @@ impl StageWorker<'_> {
         }
         shards.iter().try_for_each(|(_, shard)| self.executor.device.release(shard))?;
         let numbers: Vec<usize> = shards.iter().map(|(number, _)| *number).collect();
-        shard_comm.contribute(LAST, self.shard.replica(), Shares(shards));
-        if self.shard.replica() > 0 {
+        shard_comm.contribute(LAST, self.shard.rank(), Shares(shards));
+        if !self.is_first {
             return Ok(());
         }
         let contributions = shard_comm.wait(LAST)?;

@@ -161,7 +161,9 @@ impl StageWorker<'_> {
             state = Some(StageState { weights, optimizer_states, states, scale });
         }
         let (stage, tied_weights) = (self.stage, BTreeMap::new());
-        let replicas = if self.shard.has_shards() { self.shard.replicas() as u32 } else { 1 };
+        // Every group has all shards, and the first one saves them.
+        let saves_shards = self.shard.has_shards() && self.shard.group() == 0;
+        let replicas = if saves_shards { self.shard.degree() as u32 } else { 1 };
         let shard_state = |p: usize| match self.shard.is_sharded(p) {
             true => self.optimizer_state(p, version),
             false => Ok(ParameterState::default()),

@@ -1,4 +1,5 @@
-//! The communicators of a stage's replicas.
+//! The communicators of a stage's replicas, for one of them. Under ZeRO, groups of replicas may shard; then each group has its
+//! own exchange of shards, and each shard is summed across the groups.
 
 use crate::comm::all_reduce::AllReduce;
 use crate::comm::communicator::Communicator;
@@ -11,11 +12,13 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub struct StageComms {
     pub replicas: Arc<Communicator<BucketContribution>>,
-    /// Sums the replicas' gradients in place; `None` without replicas.
+    /// Sums gradients in place over the replicas that shard together, or all; `None` for one alone.
     pub all_reduce: Option<Arc<dyn AllReduce>>,
+    /// Sums the shards of this replica's rank over the groups that shard; `None` for one group.
+    pub across_groups: Option<Arc<dyn AllReduce>>,
     /// Exchange of weight shards, under ZeRO.
     pub shard_comm: Option<Arc<ShardComm>>,
-    /// For gradient norms, if each replica has only a shard of the gradients and not all workers share one norm.
+    /// For gradient norms, if each replica of a group has only a shard of the gradients and not all workers share one norm.
     pub norms: Option<Arc<Communicator<Squares>>>,
     /// Gradient shards, under ZeRO 2 and 3.
     pub gradient_shards: Option<Arc<GradientShards>>,
@@ -25,7 +28,7 @@ impl StageComms {
     /// Fails all current and future waits, after a worker was lost.
     pub fn abandon(&self) {
         self.replicas.abandon();
-        self.all_reduce.iter().for_each(|all_reduce| all_reduce.abandon());
+        self.all_reduce.iter().chain(&self.across_groups).for_each(|all_reduce| all_reduce.abandon());
         self.shard_comm.iter().for_each(|shard_comm| shard_comm.abandon());
         self.gradient_shards.iter().for_each(|shards| shards.abandon());
         self.norms.iter().for_each(|norms| norms.abandon());

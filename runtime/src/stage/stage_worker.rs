@@ -157,7 +157,7 @@ impl<'a> StageWorker<'a> {
         if let Some(gradient_shards) = &comms.gradient_shards {
             let version = resume.as_ref().map_or(0, |resume| resume.version);
             let last = if config.flushes { version } else { u32::MAX };
-            gradient_shards.enter(shard.replica(), &setup.device, counter, last);
+            gradient_shards.enter(shard.rank(), &setup.device, counter, last);
             let stream =
                 Arc::new(ShardStream::new(code, shard.clone(), gradient_shards.clone(), setup.ends_with_round));
             executor.step_hook = Some(stream.clone());
@@ -172,9 +172,14 @@ impl<'a> StageWorker<'a> {
                 crate::stage::shard_versions::initial_shards(&shard, code, first, resume.as_mut(), &executor.device)?;
         }
         first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(counter));
+        let gradient_bytes: usize =
+            code.gradient_terms.iter().map(|term| code.parameters[term.parameter].gradient().1).sum();
         if let Some(all_reduce) = &comms.all_reduce {
-            let bytes = code.gradient_terms.iter().map(|term| code.parameters[term.parameter].gradient().1).sum();
-            all_reduce.enter(replica, &setup.device, bytes, counter)?;
+            all_reduce.enter(shard.rank(), &setup.device, gradient_bytes, counter)?;
+        }
+        if let Some(across) = &comms.across_groups {
+            let bytes = gradient_bytes / shard.degree().max(1);
+            across.enter(shard.group(), &setup.device, bytes, counter)?;
         }
         let mut late_weights = Vec::new();
         for (index, shared) in setup.tied.iter().enumerate().filter(|(_, shared)| !shared.holders.is_empty()) {
@@ -441,10 +446,11 @@ impl<'a> StageWorker<'a> {
             return Ok(());
         }
         let Some(Ready { by_parameter: mut terms, samples, .. }) = self.ready.remove(&round) else { return Ok(()) };
+        let mut contributed = Vec::new();
         for tied in self.tied.iter().filter(|tied| tied.holders.is_empty()) {
             let (summands, own) = tied.wait(u64::from(round) + 1)?;
             terms[tied.parameter] = summands;
-            own.into_iter().for_each(|(_, own)| self.executor.device.give(own));
+            contributed.extend(own.into_iter().map(|(_, own)| own));
         }
         // With streaming, all but a shard of each gradient is freed.
         let (is_pooled, device) = (self.shard_stream.is_none(), &self.executor.device);
@@ -453,7 +459,14 @@ impl<'a> StageWorker<'a> {
             .into_iter()
             .zip(parameters)
             .map(|(terms, named)| sum_terms(device, named.fact.dtype, terms, is_pooled));
-        let totals = totals.collect::<Result<_, _>>()?;
+        let totals: Vec<Option<Arc<Buffer>>> = totals.collect::<Result<_, _>>()?;
+        for own in contributed {
+            // Others may still read it. On separate devices they would have copies.
+            if !totals.iter().flatten().any(|total| Arc::ptr_eq(total, &own)) {
+                own.release_slot();
+            }
+            device.give(own);
+        }
         self.ready.insert(round, Ready { by_parameter: Vec::new(), totals: Some(totals), samples });
         Ok(())
     }
@@ -483,7 +496,7 @@ impl<'a> StageWorker<'a> {
     pub fn sum_of_squares(&self, round: u32) -> Result<f64, CollectiveError> {
         let squares = self.squares(round)?;
         match &self.comms.norms {
-            Some(norms) => Ok(sum_of_squares(norms, self.shard.replica(), round, squares)?),
+            Some(norms) => Ok(sum_of_squares(norms, self.shard.rank(), round, squares)?),
             None => Ok(squares.iter().fold(0.0, |sum, (_, square)| sum + square)),
         }
     }

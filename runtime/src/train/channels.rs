@@ -52,7 +52,8 @@ pub struct RankChannels {
     /// For the gradient norm, if all workers share one.
     pub norms: Option<Arc<Communicator<Squares>>>,
     pub ends: HashMap<WorkerId, Ends>,
-    pub stages: Vec<StageComms>,
+    /// By stage and replica.
+    pub stages: Vec<Vec<StageComms>>,
 }
 
 impl RankChannels {
@@ -71,17 +72,8 @@ impl RankChannels {
         });
         let norms = norms.transpose()?;
         let ends = channels(training, context)?;
-        let replicas = (0..program.stages.len()).map(|stage| {
-            let replicas = replica_communicator(training, stage, context)?;
-            Ok(StageComms { replicas, all_reduce: None, shard_comm: None, norms: None, gradient_shards: None })
-        });
-        let mut stages = replicas.collect::<Result<Vec<_>, LinkError>>()?;
-        for (stage, comms) in stages.iter_mut().enumerate() {
-            comms.all_reduce = replica_all_reduce(program, stage, context)?;
-        }
-        for (stage, comms) in stages.iter_mut().enumerate().filter(|(stage, _)| program.stages[*stage].zero > 0) {
-            open_zero(training, stage, &ties, context, comms)?;
-        }
+        let stages = (0..program.stages.len()).map(|stage| stage_comms(training, stage, &ties, context));
+        let stages = stages.collect::<Result<_, _>>()?;
         Ok(RankChannels { ties, norms, ends, stages })
     }
 }
@@ -184,13 +176,47 @@ fn replica_communicator(
     open_communicator(context, &members, form, collectives(program, stage, program.items.saturating_add(1)))
 }
 
-/// The all-reduce in place of a stage's replicas; `None` for one alone, and if all are in other processes.
+/// The communicators of a stage, by replica.
+fn stage_comms(
+    training: &TrainJob<'_>,
+    stage: usize,
+    ties: &[Tie],
+    context: &mut RankContext<'_, '_>,
+) -> Result<Vec<StageComms>, TrainError> {
+    let program = training.program;
+    let replicas = replica_communicator(training, stage, context)?;
+    let members = members(program, stage);
+    let degree = match program.stages[stage].zero {
+        0 => members.len(),
+        _ => program.stages[stage].shards() as usize,
+    };
+    let mut stage_comms = Vec::new();
+    for group in members.chunks(degree.max(1)) {
+        let all_reduce = replica_all_reduce(program, stage, group, context)?;
+        let (across_groups, shard_comm, norms, gradient_shards) = (None, None, None, None);
+        let mut comms =
+            StageComms { replicas: replicas.clone(), all_reduce, across_groups, shard_comm, norms, gradient_shards };
+        if program.stages[stage].zero > 0 {
+            open_zero(training, stage, group, ties, context, &mut comms)?;
+        }
+        stage_comms.extend(group.iter().map(|_| comms.clone()));
+    }
+    for rank in 0..if degree < members.len() { degree } else { 0 } {
+        let owners: Vec<usize> = members.iter().copied().skip(rank).step_by(degree).collect();
+        let across_groups = replica_all_reduce(program, stage, &owners, context)?;
+        stage_comms.iter_mut().skip(rank).step_by(degree).for_each(|comms| comms.across_groups = across_groups.clone());
+    }
+    Ok(stage_comms)
+}
+
+/// The all-reduce in place of these replicas of a stage; `None` for one alone, and if all are in other processes.
 fn replica_all_reduce(
     program: &Program,
     stage: usize,
+    replicas: &[usize],
     context: &mut RankContext<'_, '_>,
 ) -> Result<Option<Arc<dyn AllReduce>>, TrainError> {
-    let ranks = global(context.rank, &members(program, stage));
+    let ranks = global(context.rank, replicas);
     if let Some(exchange) = context.exchange
         && let Some(pipelined) = exchange.all_reduce(&ranks, collectives(program, stage, versions(program)))?
     {
@@ -219,25 +245,24 @@ pub fn device_of(devices: &[Arc<dyn Device>], rank: usize) -> Arc<dyn Device> {
     if devices.is_empty() { cpu() } else { devices[rank % devices.len()].clone() }
 }
 
-/// Opens the ZeRO communicators of a stage.
+/// Opens the ZeRO communicators of the replicas of a stage that shard together.
 fn open_zero(
     training: &TrainJob<'_>,
     stage: usize,
+    members: &[usize],
     ties: &[Tie],
     context: &mut RankContext<'_, '_>,
     comms: &mut StageComms,
 ) -> Result<(), LinkError> {
     let (program, code) = (training.program, &training.codes[stage]);
-    let members = members(program, stage);
     let gradient_bytes = |named: &NamedTensor| named.gradient().1;
     let form = || SharesForm {
         max_bytes: code.parameters.iter().map(gradient_bytes).cycle().take(2 * code.parameters.len()).collect(),
     };
-    comms.shard_comm =
-        Some(open_communicator(context, &members, form, collectives(program, stage, versions(program)))?);
+    comms.shard_comm = Some(open_communicator(context, members, form, collectives(program, stage, versions(program)))?);
     if training.policy.clip_norm.is_some() && !program.schedule.flushes() {
         let form = || SquaresForm { names: norm_count(training) };
-        comms.norms = Some(open_communicator(context, &members, form, versions(program).into())?);
+        comms.norms = Some(open_communicator(context, members, form, versions(program).into())?);
     }
     let rank = context.rank;
     comms.gradient_shards = match context.exchange {
@@ -245,7 +270,7 @@ fn open_zero(
         Some(exchange) => {
             let tied = members.first().map(|first| tied_parameters(ties, code, (*first, stage))).unwrap_or_default();
             let shard = shard_range(program, stage, 0, code, &tied);
-            Some(exchange.shards(&global(rank, &members), shard, code, versions(program))?)
+            Some(exchange.shards(&global(rank, members), shard, code, versions(program))?)
         }
         None => Some(Arc::new(GradientShards::new(RemoteReplicas::none(members.len())))),
     };
@@ -261,24 +286,23 @@ pub fn shard_range(
     tied: &[TiedParameter],
 ) -> ShardRange {
     let program_stage = &program.stages[stage];
-    if program_stage.zero == 0 {
-        return ShardRange::whole(code.parameters.len());
-    }
     // ZeRO 3 does not gather a parameter that is read after a pass, so it is not sharded.
     let is_read_whole =
         |p: usize| program_stage.zero >= 3 && code.read_apart().any(|address| address.slot == Slot::Parameter(p));
-    let is_sharded = |p: usize| tied.iter().all(|tied| tied.parameter != p) && !is_read_whole(p);
+    let is_sharded =
+        |p: usize| program_stage.zero > 0 && tied.iter().all(|tied| tied.parameter != p) && !is_read_whole(p);
     let shard = ShardRange::of(
         replica as usize,
         program_stage.replicas as usize,
         (0..code.parameters.len()).map(is_sharded).collect(),
     );
+    let shard = if program_stage.zero > 0 { shard.in_groups(program_stage.shards() as usize) } else { shard };
     if program_stage.zero >= 3 { shard.of_weights() } else { shard }
 }
 
 /// Maximum number of shards per parameter.
 pub fn max_shards(program: &Program) -> usize {
-    program.stages.iter().filter(|stage| stage.zero > 0).map(|stage| stage.replicas as usize).max().unwrap_or(1)
+    program.stages.iter().filter(|stage| stage.zero > 0).map(|stage| stage.shards() as usize).max().unwrap_or(1)
 }
 
 /// Number of parameters times the maximum number of shards.

@@ -252,8 +252,8 @@ pub fn run_ranks(
                 let tied = tied_parameters(&channels.ties, code, (w, stage.index()));
                 let shard = shard_range(program, stage.index(), worker.replica, code, &tied);
                 let number = |(p, named): (usize, &NamedTensor)| {
-                    let replica = if shard.is_sharded(p) { shard.replica() } else { 0 };
-                    shard_number(numbers[named.name.as_str()], replica, max_shards)
+                    let rank = if shard.is_sharded(p) { shard.rank() } else { 0 };
+                    shard_number(numbers[named.name.as_str()], rank, max_shards)
                 };
                 Ok(StageSetup {
                     stage,
@@ -273,7 +273,7 @@ pub fn run_ranks(
                     ends_with_round: has_no_staleness(program, stage),
                     states: buffers("state", &code.states, training.weights, &*device)?,
                     buckets: program.stages[stage.index()].buckets,
-                    comms: channels.stages[stage.index()].clone(),
+                    comms: channels.stages[stage.index()][worker.replica as usize].clone(),
                     shard,
                     tied,
                     replica: worker.replica as usize,

@@ -136,7 +136,8 @@ mod tests {
 
     #[test]
     fn a_snapshot_that_does_not_fit_ends_the_run_and_names_its_process() {
-        let stage = |rank| ProgramStage { rank, replicas: 1, cap: 1, recompute: false, buckets: 1, zero: 0 };
+        let stage =
+            |rank| ProgramStage { rank, replicas: 1, cap: 1, recompute: false, buckets: 1, zero: 0, shard_degree: 0 };
         let worker = |rank| WorkerProgram { rank, replica: 0, instructions: Vec::new() };
         let ranks = [RankId(0), RankId(1)];
         let program = Program {

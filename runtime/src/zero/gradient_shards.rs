@@ -5,7 +5,8 @@
 //! predecessor has added or failed. Under a flush, owners allocate a round only after they have gathered its weights,
 //! which every replica does before its first micro-batch.
 //!
-//! The owner of a shard is charged for its memory.
+//! The owner of a shard is charged for its memory. If groups of replicas shard, each group has its own sums, of the
+//! micro-batches of its replicas.
 //!
 //! A gradient for owners in another process is added there by the thread that receives it, or by the thread that has just
 //! added its predecessor. A replica sends a gradient only once all processes have added its last one, so that neither
@@ -153,7 +154,7 @@ impl GradientShards {
         shard: &ShardRange,
         device: &DeviceContext,
     ) -> Result<(), CollectiveError> {
-        let (replica_number, processes) = (shard.replica(), self.remote.processes());
+        let (replica_number, processes) = (shard.rank(), self.remote.processes());
         let mut state = self.state.lock();
         let owners = loop {
             if state.is_abandoned {

@@ -2,6 +2,8 @@
 //!
 //! Every parameter is divided by elements into contiguous ranges, one per replica and as even as possible. Gradients, optimizer
 //! state and master weights of a range are buffers of its size. A parameter shared with other stages is not sharded.
+//!
+//! With a shard degree, groups of so many consecutive replicas shard, and each group has all ranges.
 
 use crate::comm::all_reduce::range;
 use crate::device::buffer::Buffer;
@@ -17,6 +19,8 @@ use std::sync::Arc;
 pub struct ShardRange {
     replica: usize,
     replicas: usize,
+    /// Number of replicas that shard together.
+    degree: usize,
     /// True for each parameter that is sharded.
     sharded: Vec<bool>,
     /// True if weights are sharded too (ZeRO 3).
@@ -26,12 +30,17 @@ pub struct ShardRange {
 impl ShardRange {
     /// No sharding.
     pub fn whole(parameters: usize) -> ShardRange {
-        ShardRange { replica: 0, replicas: 1, sharded: vec![false; parameters], shards_weights: false }
+        ShardRange::of(0, 1, vec![false; parameters])
     }
 
-    /// The shards of one replica, for parameters with `sharded`.
+    /// The shards of one replica, for parameters with `sharded`. All replicas shard together.
     pub fn of(replica: usize, replicas: usize, sharded: Vec<bool>) -> ShardRange {
-        ShardRange { replica, replicas, sharded, shards_weights: false }
+        ShardRange { replica, replicas, degree: replicas, sharded, shards_weights: false }
+    }
+
+    /// Groups of `degree` consecutive replicas shard.
+    pub fn in_groups(self, degree: usize) -> ShardRange {
+        ShardRange { degree, ..self }
     }
 
     /// Shards the weights too (ZeRO 3).
@@ -63,13 +72,27 @@ impl ShardRange {
         parameters.iter().enumerate().zip(whole).map(shard).collect()
     }
 
-    pub fn replica(&self) -> usize {
-        self.replica
+    /// Number of this replica among those that shard together.
+    pub fn rank(&self) -> usize {
+        self.replica % self.degree.max(1)
     }
 
-    /// Number of replicas that contribute shards.
-    pub fn replicas(&self) -> usize {
-        self.replicas
+    /// Number of replicas that shard together.
+    pub fn degree(&self) -> usize {
+        self.degree
+    }
+
+    /// The group of replicas that this one shards with.
+    pub fn group(&self) -> usize {
+        self.replica / self.degree.max(1)
+    }
+
+    /// Of so many micro-batches of a round, those of this replica's group. Replicas take them in turn.
+    pub fn of_group(&self, before: u32) -> u32 {
+        let (before, replicas) = (before as usize, self.replicas.max(1));
+        let (turns, more) = (before / replicas, before % replicas);
+        let more = more.saturating_sub(self.group() * self.degree).min(self.degree);
+        (turns * self.degree + more) as u32
     }
 
     pub fn is_sharded(&self, parameter: usize) -> bool {
@@ -82,12 +105,12 @@ impl ShardRange {
 
     /// Byte range of this replica's shard in a tensor with the parameter's shape; `element` is the element size.
     pub fn own(&self, parameter: usize, bytes: usize, element: usize) -> Range<usize> {
-        self.range_of(parameter, bytes, element, self.replica)
+        self.range_of(parameter, bytes, element, self.rank())
     }
 
-    /// Like [`ShardRange::own`], for any replica.
+    /// Like [`ShardRange::own`], for any replica of the group.
     pub fn range_of(&self, parameter: usize, bytes: usize, element: usize, member: usize) -> Range<usize> {
-        if self.is_sharded(parameter) { range(bytes, element, member, self.replicas) } else { 0..bytes }
+        if self.is_sharded(parameter) { range(bytes, element, member, self.degree) } else { 0..bytes }
     }
 }
 
@@ -103,5 +126,18 @@ mod tests {
         let shard = ShardRange::of(1, 2, vec![true, false]);
         assert_eq!((shard.own(0, 24, 8), shard.own(1, 24, 8)), (8..24, 0..24));
         assert!(!ShardRange::whole(2).has_shards() && shard.has_shards());
+    }
+
+    #[test]
+    fn a_group_counts_the_micro_batches_of_its_replicas() {
+        let (replicas, degree) = (6, 2);
+        for replica in 0..replicas {
+            let shard = ShardRange::of(replica, replicas, Vec::new()).in_groups(degree);
+            assert_eq!((shard.rank(), shard.group()), (replica % degree, replica / degree));
+            for before in 0..20 {
+                let of_group = (0..before).filter(|item| item % replicas / degree == shard.group()).count();
+                assert_eq!(shard.of_group(before as u32), of_group as u32, "replica {replica}, {before} before");
+            }
+        }
     }
 }

@@ -61,7 +61,7 @@ impl ShardStream {
 
     /// This replica accepts gradients of rounds up to `round`.
     pub fn open(&self, round: u32) {
-        self.gradient_shards.open(self.shard.replica(), round);
+        self.gradient_shards.open(self.shard.rank(), round);
     }
 
     /// True if terms of this parameter are accumulated in shards.
@@ -85,7 +85,8 @@ impl ShardStream {
         let parameter = code.gradient_terms[term].parameter;
         let parameter_type = (parameter, code.parameters[parameter].fact.dtype);
         let term = Term { round: position.round, term };
-        self.gradient_shards.add(term, position.before, gradient, parameter_type, &self.shard, device)
+        let before = self.shard.of_group(position.before);
+        self.gradient_shards.add(term, before, gradient, parameter_type, &self.shard, device)
     }
 
     /// Gathers a parameter from the shards of a version. Charges `counter` if given.
@@ -98,7 +99,7 @@ impl ShardStream {
     ) -> Result<Arc<Buffer>, CollectiveError> {
         let mut buffer = device.stream.allocate(code.parameters[parameter].bytes)?;
         counter.into_iter().for_each(|counter| buffer.count_in(counter));
-        let reader = self.shard.replica();
+        let reader = self.shard.rank();
         self.gradient_shards.weights.read(reader, (version, parameter), buffer.region_mut(), device)?;
         Ok(Arc::new(buffer))
     }
@@ -111,14 +112,14 @@ impl ShardStream {
                 true => weight.clone(),
                 false => Arc::new(Buffer::empty()),
             });
-            self.gradient_shards.weights.publish(version, self.shard.replica(), shards.collect());
+            self.gradient_shards.weights.publish(version, self.shard.rank(), shards.collect());
         }
         Ok(())
     }
 
     /// Releases a version for this replica.
     pub fn release(&self, version: u32) {
-        self.gradient_shards.weights.release(version, self.shard.replica());
+        self.gradient_shards.weights.release(version, self.shard.rank());
     }
 
     /// Marks this replica's last backward of a round.
@@ -130,7 +131,7 @@ impl ShardStream {
 
     /// Takes this replica's shard of a term's sum.
     pub fn sum(&self, round: u32, term: usize) -> Option<Arc<Buffer>> {
-        self.gradient_shards.take(Term { round, term }, self.shard.replica()).map(Arc::new)
+        self.gradient_shards.take(Term { round, term }, self.shard.rank()).map(Arc::new)
     }
 }
 

@@ -95,6 +95,9 @@ fn shares(stage: &ProgramStage, schedule: Schedule) -> Option<String> {
         _ if replicas < 2 || !schedule.trains() => {
             Some(format!("ZeRO {zero} needs training and at least two replicas; found {replicas} under {schedule}"))
         }
+        _ if stage.shards() < 2 || !replicas.is_multiple_of(stage.shards()) => {
+            Some(format!("groups of {} replicas shard; expected a divisor of {replicas} from 2", stage.shards()))
+        }
         _ => None,
     }
 }

@@ -27,7 +27,8 @@
 //!
 //! Version 0, slot 0 and bucket 0 are omitted, and the rank of a stage if it equals the stage number (else `stage 4
 //! rank=0 replicas=1 cap=3`). Optional stage fields after the cap are `buckets=3` (the collectives then name it:
-//! `all-reduce 0 round 0 bucket 2 #4`), `zero=1` and `recompute`. A transfer is named by the action that produced it
+//! `all-reduce 0 round 0 bucket 2 #4`), `zero=1` (`zero=1:2` if groups of 2
+//! replicas shard) and `recompute`. A transfer is named by the action that produced it
 //! and by both workers. If the receiver has several stages, the receiving one is added: `send 0F0 > 1.0 as 5 #7`.
 //! Gradients are named `1B0`, also if `1I0` made them.
 //!
@@ -40,6 +41,7 @@ use std::str::FromStr;
 
 use crate::plan::StageId;
 use crate::plan::schedule::Schedule;
+use crate::plan::zero::Zero;
 use crate::schedule::action::{Phase, Work};
 use crate::schedule::shape::MAX_WORKERS;
 use crate::schedule::{
@@ -64,7 +66,8 @@ impl fmt::Display for Program {
             let rank = if stage.rank.index() == index { String::new() } else { format!("rank={} ", stage.rank.0) };
             let again = if stage.recompute { " recompute" } else { "" };
             let buckets = if stage.buckets == 1 { String::new() } else { format!(" buckets={}", stage.buckets) };
-            let zero = if stage.zero == 0 { String::new() } else { format!(" zero={}", stage.zero) };
+            let zero = Zero { level: stage.zero, degree: stage.shard_degree };
+            let zero = if stage.zero == 0 { String::new() } else { format!(" zero={zero}") };
             writeln!(f, "  stage {index} {rank}replicas={} cap={}{buckets}{zero}{again}", stage.replicas, stage.cap)?;
         }
         for (from, to) in &self.edges {
@@ -255,14 +258,17 @@ impl Reader {
     fn stage(&mut self, line: &Line<'_>) -> Result<(), ParseError> {
         const EXPECTED: &str = "`stage N replicas=N cap=N`, stages in order, replicas and cap at least 1; or `stage N \
                                 rank=N replicas=N cap=N`, ranks in order of their first stages, with equal replicas; \
-                                then optional `buckets=N`, `zero=N` and `recompute`";
+                                then optional `buckets=N`, `zero=N` or `zero=N:N`, and `recompute`";
         let (words, recompute) = match line.words.split_last() {
             Some((&"recompute", words)) => (words, true),
             _ => (&line.words[..], false),
         };
-        let (words, zero) = match words.split_last() {
-            Some((last, before)) if last.starts_with("zero=") => (before, line.after(last, "zero=", EXPECTED)?),
-            _ => (words, 0),
+        let (words, zero, shard_degree) = match words.split_last() {
+            Some((last, before)) if last.starts_with("zero=") => match last.split_once(':') {
+                Some((level, degree)) => (before, line.after(level, "zero=", EXPECTED)?, line.number(degree)?),
+                None => (before, line.after(last, "zero=", EXPECTED)?, 0),
+            },
+            _ => (words, 0, 0),
         };
         let (words, buckets) = match words.split_last() {
             Some((last, before)) if last.starts_with("buckets=") => (before, line.after(last, "buckets=", EXPECTED)?),
@@ -298,7 +304,7 @@ impl Reader {
         if known.is_none() {
             self.first.push(workers as u32);
         }
-        self.program.stages.push(ProgramStage { rank, replicas, cap, recompute, buckets, zero });
+        self.program.stages.push(ProgramStage { rank, replicas, cap, recompute, buckets, zero, shard_degree });
         Ok(())
     }
 
