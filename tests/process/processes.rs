@@ -128,10 +128,8 @@ fn four_processes_train_with_shards_as_threads_do() {
         ("m.onnx", "3,1", &["--schedule", "2bw", "--microbatches", "4"]),
     ];
     // Of groups of two that shard, four replicas have two.
-    for (zero, cases) in
-        [("2", &cases[..]), ("3", &cases), ("1:2", &cases[..2]), ("2:2", &cases[..2]), ("3:2", &cases[..2])]
-    {
-        for &(model, replicas, schedule) in cases {
+    for (zero, count) in [("2", 5), ("3", 5), ("1:2", 2), ("2:2", 2), ("3:2", 2)] {
+        for (model, replicas, schedule) in cases.into_iter().take(count) {
             let extra = ["--gpus", "4", "--stages", replicas, "--zero", zero, "--optimizer", "adam"];
             write_plan(root, model, &[&extra[..], schedule].concat());
             let what = format!("{model}, {replicas}, {schedule:?}, ZeRO {zero}");
