@@ -119,21 +119,19 @@ fn four_processes_train_with_shards_as_threads_do() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     make_models(root);
-    let flush = ["--schedule", "1f1b", "--microbatches", "4"];
+    let (flush, rr) = (["--schedule", "1f1b", "--microbatches", "4"], ["--schedule", "1f1b-rr"]);
     let cases = [
         ("m.onnx", "4", &flush[..]),
-        ("m.onnx", "4", &["--schedule", "1f1b-rr"]),
-        ("g.onnx", "2,2", &flush[..]),
-        ("c.onnx", "2,2", &["--schedule", "1f1b-rr"]),
+        ("c.onnx", "4", &rr),
+        ("g.onnx", "2,2", &flush),
         ("m.onnx", "3,1", &["--schedule", "2bw", "--microbatches", "4"]),
     ];
-    // Of groups of two that shard, four replicas have two.
-    for (zero, count) in [("2", 5), ("3", 5), ("1:2", 2), ("2:2", 2), ("3:2", 2)] {
+    for (zero, count) in [("2", 4), ("3", 4), ("1:2", 2), ("2:2", 2), ("3:2", 2)] {
         for (model, replicas, schedule) in cases.into_iter().take(count) {
             let extra = ["--gpus", "4", "--stages", replicas, "--zero", zero, "--optimizer", "adam"];
             write_plan(root, model, &[&extra[..], schedule].concat());
-            let what = format!("{model}, {replicas}, {schedule:?}, ZeRO {zero}");
-            compare(root, &what, &[model, "--steps", "4", "--plan", "plan.json", "--optimizer", "adam"]);
+            let train = [model, "--steps", "4", "--plan", "plan.json", "--optimizer", "adam"];
+            compare(root, &format!("{model}, {replicas}, {schedule:?}, ZeRO {zero}"), &train);
         }
     }
 }
