@@ -5,7 +5,7 @@
 //!                   └──▶ connection ──frames──▶ router of another process ──▶ its worker
 //! ```
 //!
-//! [`authentication`] keeps strangers out, [`handshake`] compares inputs, [`process_group`] connects all processes, and
+//! [`authentication`] keeps strangers out, [`encryption`] hides the bytes between hosts, [`handshake`] compares inputs, [`process_group`] connects all processes, and
 //! [`exchange`] creates the local ends of channels and communicators that span processes. [`tensor_links`] lets tensors
 //! go from device to device. Every process learns of the first failure through [`run_status`].
 
@@ -14,6 +14,7 @@ pub mod authentication;
 pub mod chain_messages;
 pub mod connection;
 pub mod dial;
+pub mod encryption;
 pub mod exchange;
 pub mod fields;
 pub mod frame;

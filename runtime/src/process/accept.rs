@@ -5,7 +5,7 @@
 //! most is closed. A process of the run connects again if its connection was closed. Strangers can only delay it.
 
 use crate::process::authentication;
-use crate::process::authentication::{Challenge, RunToken};
+use crate::process::authentication::{Challenge, RunToken, is_exposed};
 use crate::process::connection;
 use crate::process::connection::Stream;
 use crate::process::frame::Kind;
@@ -62,7 +62,7 @@ impl Handshakes {
                 stream,
                 within: meeting.remaining().min(HANDSHAKE_TIME),
                 token: meeting.config.token.clone(),
-                challenge: meeting.challenge()?,
+                challenge: meeting.challenge(is_exposed(address.ip()))?,
                 run_status: meeting.run_status.clone(),
             };
             let (sender, thread) = (self.results.clone(), self.threads.clone());

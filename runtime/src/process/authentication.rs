@@ -6,23 +6,23 @@
 //!                                                    ◀───   challenge
 //! proof                                              ───▶   checked before this side proves anything
 //! checked                                            ◀───   proof
-//!
-//! proof = HMAC-SHA256(token, role ‖ challenge of the connecting process ‖ challenge of the accepting process)
 //! ```
 //!
-//! Both nonces are fresh, so a recorded proof is worthless on another connection. The role prevents that a proof is
-//! sent back to its maker. The proofs also cover the protocol version and the process numbers.
+//! The proofs are the two messages of a Noise handshake (T. Perrin, "The Noise Protocol Framework", revision 34, section 9):
+//! pattern NNpsk0, with the SHA-256 of the token as pre-shared key and the challenges as prologue. So they also cover the
+//! protocol version and the process numbers. Both nonces are fresh, so a recorded proof is worthless on another connection.
 //!
-//! The connection itself is not encrypted. Whoever can change packets between two hosts can still take over an
-//! authenticated connection.
+//! Everything after it is encrypted with the keys of the handshake, unless both processes see each other at a loopback address.
 
+use crate::process::encryption::Cipher;
 use crate::process::fields::Fields;
 use crate::process::frame::{FrameError, Kind};
 use crate::process::handshake::{HandshakeConnection, PROTOCOL};
-use hmac::{Hmac, KeyInit, Mac};
-use sha2::Sha256;
+use sha2::{Digest, Sha256};
+use snow::{Builder, HandshakeState};
 use std::fmt;
 use std::net::{IpAddr, ToSocketAddrs};
+use std::sync::Arc;
 
 /// Maximum content of a frame of a peer that has proved nothing.
 pub const LONGEST_UNPROVED: u64 = 1 << 10;
@@ -33,9 +33,14 @@ pub const SHORTEST_TOKEN: usize = 16;
 /// Bytes of a random token, and of a nonce.
 const RANDOM: usize = 32;
 
-/// The roles in a proof, of equal length.
-const CONNECTS: &[u8] = b"pipec connecting";
-const ACCEPTS: &[u8] = b"pipec accepting ";
+const NOISE: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
+
+/// Bytes of a proof: a public key and a tag.
+const PROOF: usize = 32 + 16;
+
+/// The reason to refuse a process that does not know the token.
+const WRONG: &str =
+    "its proof does not match: the two processes have different run tokens, or only one of them has a token";
 
 /// The reason to refuse a process of a version without authentication.
 const EARLIER: &str = "it uses an earlier protocol version";
@@ -64,7 +69,7 @@ impl RunToken {
 
     /// True if a process with this token may use the address: without a token, only one of this machine.
     pub fn permits(&self, address: IpAddr) -> bool {
-        self.is_some() || address.to_canonical().is_loopback()
+        self.is_some() || !is_exposed(address)
     }
 
     /// The first of these addresses that this token does not permit. A name without an address is not judged here.
@@ -75,11 +80,16 @@ impl RunToken {
         addresses.into_iter().find(|address| !permits(address).unwrap_or(true))
     }
 
-    fn proof(&self, role: &[u8], connecting: &Challenge, accepting: &Challenge) -> Hmac<Sha256> {
-        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes keys of any length");
-        [role, &connecting.encode(), &accepting.encode()].iter().for_each(|part| mac.update(part));
-        mac
+    fn handshake(&self, connects: bool, challenges: [&Challenge; 2]) -> Result<HandshakeState, snow::Error> {
+        let (key, prologue) = (Sha256::digest(&self.0).into(), challenges.map(Challenge::encode).concat());
+        let builder = Builder::new(NOISE.parse()?).psk(0, &key)?.prologue(&prologue)?;
+        if connects { builder.build_initiator() } else { builder.build_responder() }
     }
+}
+
+/// True for an address of another machine.
+pub fn is_exposed(address: IpAddr) -> bool {
+    !address.to_canonical().is_loopback()
 }
 
 /// A new token, as text for the environment of a process.
@@ -99,18 +109,21 @@ pub struct Challenge {
     pub protocol: u32,
     pub process: u32,
     pub processes: u32,
+    /// True if it sees the other process at no loopback address.
+    pub is_exposed: bool,
     pub nonce: [u8; RANDOM],
 }
 
 impl Challenge {
     /// The challenge of this process, with a fresh nonce.
-    pub fn new(process: usize, processes: usize) -> Result<Challenge, String> {
-        Ok(Challenge { protocol: PROTOCOL, process: process as u32, processes: processes as u32, nonce: random()? })
+    pub fn new(process: usize, processes: usize, is_exposed: bool) -> Result<Challenge, String> {
+        let (process, processes) = (process as u32, processes as u32);
+        Ok(Challenge { protocol: PROTOCOL, process, processes, is_exposed, nonce: random()? })
     }
 
     pub fn encode(&self) -> Vec<u8> {
         let numbers = [self.protocol, self.process, self.processes].map(u32::to_le_bytes);
-        [numbers.as_flattened(), &self.nonce].concat()
+        [numbers.as_flattened(), &[u8::from(self.is_exposed)], &self.nonce].concat()
     }
 
     /// Reads the challenge of a peer and checks it. Every version of the protocol begins with its number.
@@ -126,6 +139,7 @@ impl Challenge {
         }
         let (process, processes) =
             (fields.u32("the process").map_err(invalid)?, fields.u32("the processes").map_err(invalid)?);
+        let is_exposed = fields.below_byte(2, "an address").map_err(invalid)? == 1;
         let nonce = fields.bytes(RANDOM, "the nonce").map_err(invalid)?;
         fields.end().map_err(invalid)?;
         if processes != own.processes {
@@ -138,7 +152,7 @@ impl Challenge {
             return Err(format!("it claims to be rank {process} of {processes}, this is rank {}", own.process));
         }
         let nonce = nonce.try_into().map_err(|_| "it has no nonce".to_string())?;
-        Ok(Challenge { protocol, process, processes, nonce })
+        Ok(Challenge { protocol, process, processes, is_exposed, nonce })
     }
 }
 
@@ -155,9 +169,10 @@ pub fn connect(
     if peer.process as usize != expected {
         return Err(format!("it claims to be rank {}, not {expected}", peer.process));
     }
-    connection.send_frame(Kind::Proof, &token.proof(CONNECTS, own, &peer).finalize().into_bytes()).map_err(invalid)?;
-    let proof = receive_frame(connection, Kind::Proof)?;
-    check(token.proof(ACCEPTS, own, &peer), &proof)
+    let mut handshake = token.handshake(true, [own, &peer]).map_err(|error| error.to_string())?;
+    prove(connection, &mut handshake)?;
+    check(connection, &mut handshake)?;
+    encrypt(connection, handshake, [own, &peer])
 }
 
 /// Authenticates with a process that connects to this one, and returns its number. A stranger whose first bytes are no
@@ -182,17 +197,38 @@ fn answer_challenge(
     let invalid = |error: FrameError| error.to_string();
     let peer = Challenge::read(challenge, own)?;
     connection.send_frame(Kind::Challenge, &own.encode()).map_err(invalid)?;
-    let proof = receive_frame(connection, Kind::Proof)?;
-    check(token.proof(CONNECTS, &peer, own), &proof)?;
-    connection.send_frame(Kind::Proof, &token.proof(ACCEPTS, &peer, own).finalize().into_bytes()).map_err(invalid)?;
+    let mut handshake = token.handshake(false, [&peer, own]).map_err(|error| error.to_string())?;
+    check(connection, &mut handshake)?;
+    prove(connection, &mut handshake)?;
+    encrypt(connection, handshake, [&peer, own])?;
     Ok(peer.process as usize)
 }
 
-/// Compares in constant time.
-fn check(expected: Hmac<Sha256>, proof: &[u8]) -> Result<(), String> {
-    let wrong =
-        "its proof does not match: the two processes have different run tokens, or only one of them has a token";
-    expected.verify_slice(proof).map_err(|_| wrong.to_string())
+/// Sends the proof of this process.
+fn prove(connection: &mut HandshakeConnection, handshake: &mut HandshakeState) -> Result<(), String> {
+    let mut proof = [0; PROOF];
+    let length = handshake.write_message(&[], &mut proof).map_err(|error| error.to_string())?;
+    connection.send_frame(Kind::Proof, &proof[..length]).map_err(|error| error.to_string())
+}
+
+/// Checks the proof of the other process.
+fn check(connection: &mut HandshakeConnection, handshake: &mut HandshakeState) -> Result<(), String> {
+    let proof = receive_frame(connection, Kind::Proof)?;
+    handshake.read_message(&proof, &mut [0; LONGEST_UNPROVED as usize]).map_err(|_| WRONG.to_string())?;
+    Ok(())
+}
+
+/// Encrypts what follows, if others may read it.
+fn encrypt(
+    connection: &mut HandshakeConnection,
+    handshake: HandshakeState,
+    challenges: [&Challenge; 2],
+) -> Result<(), String> {
+    if challenges.iter().any(|challenge| challenge.is_exposed) {
+        let cipher: Cipher = Arc::new(handshake.into_stateless_transport_mode().map_err(|error| error.to_string())?);
+        connection.encrypt(&cipher);
+    }
+    Ok(())
 }
 
 /// Reads a short frame of a peer that has proved nothing. Its texts may hold anything, so they are escaped.
@@ -206,7 +242,7 @@ fn receive_frame(connection: &mut HandshakeConnection, expected: Kind) -> Result
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
     use crate::process::connection::{DeadlineReader, Stream, tests};
     use crate::process::frame::{FrameReader, FrameWriter};
@@ -230,9 +266,6 @@ mod tests {
 
     const ONE: &str = "0123456789abcdef";
     const OTHER: &str = "0123456789abcdeF";
-    const WRONG: &str =
-        "its proof does not match: the two processes have different run tokens, or only one of them has a token";
-
     fn authenticate(tokens: [RunToken; 2], connecting: Challenge, accepting: Challenge) -> Outcome {
         let (mut connecting_end, mut accepting_end) = pair();
         let [first, second] = tokens;
@@ -242,8 +275,24 @@ mod tests {
         (connected, accepting.join().unwrap())
     }
 
+    fn challenge(process: usize) -> Challenge {
+        Challenge::new(process, 3, false).unwrap()
+    }
+
     fn challenges() -> (Challenge, Challenge) {
-        (Challenge::new(2, 3).unwrap(), Challenge::new(0, 3).unwrap())
+        (challenge(2), challenge(0))
+    }
+
+    /// The keys of a connecting and an accepting process.
+    pub fn ciphers() -> [Cipher; 2] {
+        let challenges = challenges();
+        let handshake = |connects| token(ONE).handshake(connects, [&challenges.0, &challenges.1]).unwrap();
+        let (mut connecting, mut accepting, mut proof) = (handshake(true), handshake(false), [0; PROOF]);
+        connecting.write_message(&[], &mut proof).unwrap();
+        accepting.read_message(&proof, &mut []).unwrap();
+        accepting.write_message(&[], &mut proof).unwrap();
+        connecting.read_message(&proof, &mut []).unwrap();
+        [connecting, accepting].map(|handshake| Arc::new(handshake.into_stateless_transport_mode().unwrap()))
     }
 
     #[test]
@@ -275,17 +324,33 @@ mod tests {
         check_refusal(same(), &|challenge| challenge.process = 3, "it claims to be rank 3 of 3, this is rank 0");
         check_refusal(same(), &|challenge| challenge.process = 0, "it claims to be rank 0 of 3, this is rank 0");
         // The process at the address has another number.
-        let (connected, _) = authenticate(same(), Challenge::new(2, 3).unwrap(), Challenge::new(1, 3).unwrap());
+        let (connected, _) = authenticate(same(), challenge(2), challenge(1));
         assert_eq!(connected, Err("it claims to be rank 1, not 0".to_string()));
+    }
+
+    /// One that sees the other at a loopback address, as through a tunnel, encrypts too if the other does not.
+    #[test]
+    fn frames_between_hosts_are_encrypted() {
+        for exposed in [[false, false], [true, false], [false, true], [true, true]] {
+            let ((mut connecting_end, mut accepting_end), (mut connecting, mut accepting)) = (pair(), challenges());
+            [connecting.is_exposed, accepting.is_exposed] = exposed;
+            let accepting = std::thread::spawn(move || {
+                accept(&mut accepting_end, &token(ONE), &accepting).unwrap();
+                accepting_end.expect(Kind::Hello).unwrap().unwrap()
+            });
+            connect(&mut connecting_end, &token(ONE), &connecting, 0).unwrap();
+            connecting_end.send_frame(Kind::Hello, b"hello").unwrap();
+            assert_eq!(accepting.join().unwrap(), b"hello");
+        }
     }
 
     #[test]
     fn a_recorded_proof_is_worthless() {
         let (connecting, accepting) = challenges();
-        let recorded = token(ONE).proof(CONNECTS, &connecting, &accepting).finalize().into_bytes();
+        let mut recorded = [0; PROOF];
+        token(ONE).handshake(true, [&connecting, &accepting]).unwrap().write_message(&[], &mut recorded).unwrap();
         let (mut stranger, mut acceptor) = pair();
-        let challenge = Challenge::new(0, 3).unwrap();
-        let accepting = std::thread::spawn(move || accept(&mut acceptor, &token(ONE), &challenge));
+        let accepting = std::thread::spawn(move || accept(&mut acceptor, &token(ONE), &challenge(0)));
         stranger.send_frame(Kind::Challenge, &connecting.encode()).unwrap();
         receive_frame(&mut stranger, Kind::Challenge).unwrap();
         stranger.send_frame(Kind::Proof, &recorded).unwrap();
@@ -296,7 +361,7 @@ mod tests {
     fn a_proof_that_is_sent_back_is_worthless() {
         let (mut connector, mut stranger) = pair();
         let connecting =
-            std::thread::spawn(move || connect(&mut connector, &token(ONE), &Challenge::new(2, 3).unwrap(), 0));
+            std::thread::spawn(move || connect(&mut connector, &token(ONE), &challenge(2), 0));
         let mut content = receive_frame(&mut stranger, Kind::Challenge).unwrap();
         content[4..8].fill(0);
         stranger.send_frame(Kind::Challenge, &content).unwrap();
@@ -308,8 +373,8 @@ mod tests {
     #[test]
     fn an_accepting_process_proves_nothing_to_a_stranger() {
         let (mut stranger, mut acceptor) = pair();
-        let accepting = std::thread::spawn(move || accept(&mut acceptor, &token(ONE), &Challenge::new(0, 3).unwrap()));
-        stranger.send_frame(Kind::Challenge, &Challenge::new(1, 3).unwrap().encode()).unwrap();
+        let accepting = std::thread::spawn(move || accept(&mut acceptor, &token(ONE), &challenge(0)));
+        stranger.send_frame(Kind::Challenge, &challenge(1).encode()).unwrap();
         receive_frame(&mut stranger, Kind::Challenge).unwrap();
         stranger.send_frame(Kind::Proof, &[]).unwrap();
         assert_eq!(receive_frame(&mut stranger, Kind::Proof), Err(format!("it answers: {WRONG}")));
@@ -319,7 +384,7 @@ mod tests {
     #[test]
     fn a_stranger_sends_only_short_frames() {
         let (mut stranger, mut acceptor) = pair();
-        let accepting = std::thread::spawn(move || accept(&mut acceptor, &token(ONE), &Challenge::new(0, 3).unwrap()));
+        let accepting = std::thread::spawn(move || accept(&mut acceptor, &token(ONE), &challenge(0)));
         stranger.send_frame(Kind::Challenge, &[0; LONGEST_UNPROVED as usize + 1]).unwrap();
         let why = accepting.join().unwrap().unwrap_err();
         assert!(why.contains("exceeds the limit of this run, 1024 bytes"), "{why}");
@@ -328,7 +393,7 @@ mod tests {
     #[test]
     fn a_process_of_an_earlier_version_learns_why_it_is_refused() {
         let (mut early, mut acceptor) = pair();
-        let accepting = std::thread::spawn(move || accept(&mut acceptor, &token(ONE), &Challenge::new(0, 3).unwrap()));
+        let accepting = std::thread::spawn(move || accept(&mut acceptor, &token(ONE), &challenge(0)));
         // Without authentication, the hello came first.
         early.send_frame(Kind::Hello, &[7; 700]).unwrap();
         assert_eq!(early.expect(Kind::Welcome), Ok(Err(EARLIER.to_string())));

@@ -8,6 +8,7 @@ use crate::comm::channel::{Disconnected, Message, RemoteEnd};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::tensor_link::TensorLink;
+use crate::process::encryption::{Cipher, DecryptingReader};
 use crate::process::frame::{FrameWriter, Kind};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use std::io::{self, ErrorKind, Read, Write};
@@ -157,6 +158,12 @@ impl DeadlineReader {
     ) -> DeadlineReader {
         let now = Instant::now();
         DeadlineReader { stream, last_received: now, last_checked: now, deadline, end: None, is_over }
+    }
+
+    /// Decrypts what arrives from now on.
+    pub fn decrypt(&mut self, cipher: &Cipher) {
+        let stream = std::mem::replace(&mut self.stream, Box::new(io::empty()));
+        self.stream = Box::new(DecryptingReader::new(stream, cipher.clone()));
     }
 
     /// Restarts the wait with a new deadline.

@@ -10,7 +10,7 @@ use crate::process::handshake::{HandshakeConnection, Hello};
 use crate::process::meeting::{HANDSHAKE_TIME, Meeting};
 use crate::process::run_status::LinkError;
 use std::io::{self, ErrorKind};
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -56,7 +56,7 @@ pub fn dial(
                 return Err(LinkError::Exposed { address: address.to_string() });
             }
             Ok((stream, local_address, peer)) => {
-                let refusal = match authenticate(meeting, stream, expected)? {
+                let refusal = match authenticate(meeting, stream, peer.ip(), expected)? {
                     Ok(connection) => match introduce(meeting, connection, address, &hello(local_address)?) {
                         // The process ended, or had too many connections.
                         Err(LinkError::Foreign { fault: refusal, .. }) if is_lost(&refusal) => refusal.to_string(),
@@ -93,6 +93,7 @@ pub fn is_lost(fault: &FrameError) -> bool {
 fn authenticate(
     meeting: &Meeting<'_>,
     stream: TcpStream,
+    peer: IpAddr,
     expected: usize,
 ) -> Result<Result<HandshakeConnection, String>, LinkError> {
     let stream = match Stream::tcp(stream) {
@@ -102,7 +103,7 @@ fn authenticate(
     let within = meeting.remaining().min(HANDSHAKE_TIME);
     let mut connection = meeting.connection(stream, within);
     connection.reader.source().end_at(Instant::now() + within);
-    let challenge = meeting.challenge()?;
+    let challenge = meeting.challenge(authentication::is_exposed(peer))?;
     let outcome = authentication::connect(&mut connection, &meeting.config.token, &challenge, expected);
     Ok(outcome.map(|()| {
         connection.reader.source().renew(meeting.remaining());

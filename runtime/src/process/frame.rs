@@ -144,6 +144,10 @@ impl<W: Write> FrameWriter<W> {
         FrameWriter { to, number: 0 }
     }
 
+    pub fn target(&mut self) -> &mut W {
+        &mut self.to
+    }
+
     /// Writes one frame; its content is the concatenation of `parts`.
     pub fn write(&mut self, kind: Kind, parts: &[&[u8]]) -> io::Result<()> {
         let length: usize = parts.iter().map(|part| part.len()).sum();

@@ -5,14 +5,15 @@
 //! value, and digests of programs, weights and data. A process of an earlier attempt has another run number and is refused.
 
 use crate::process::connection::{DeadlineReader, Hangup};
+use crate::process::encryption::{Cipher, EncryptingWriter};
 use crate::process::fields::{Fields, put_text};
 use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use compiler::graph::hash::sha256;
 use compiler::text::name::short_name;
-use std::io::Write;
+use std::io::{self, Write};
 
 /// Version of the frame protocol.
-pub const PROTOCOL: u32 = 8;
+pub const PROTOCOL: u32 = 9;
 
 /// Maximum content of a frame before the run begins.
 pub const LONGEST: u64 = 1 << 20;
@@ -228,6 +229,13 @@ impl HandshakeConnection {
             }
             (kind, _) => Err(FrameError::Unexpected { kind }),
         }
+    }
+
+    /// Encrypts all later frames of both sides.
+    pub fn encrypt(&mut self, cipher: &Cipher) {
+        self.reader.source().decrypt(cipher);
+        let to = std::mem::replace(self.writer.target(), Box::new(io::sink()));
+        *self.writer.target() = Box::new(EncryptingWriter::new(to, cipher.clone()));
     }
 
     /// Refuses the peer.

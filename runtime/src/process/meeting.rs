@@ -92,9 +92,9 @@ impl<'a> Meeting<'a> {
         self.run_status.cause().unwrap_or(error)
     }
 
-    /// The challenge of this process on a new connection.
-    pub fn challenge(&self) -> Result<Challenge, LinkError> {
-        let challenge = Challenge::new(self.config.process, self.config.placement.processes);
+    /// The challenge of this process on a new connection, `is_exposed` if it is one to another machine over TCP.
+    pub fn challenge(&self, is_exposed: bool) -> Result<Challenge, LinkError> {
+        let challenge = Challenge::new(self.config.process, self.config.placement.processes, is_exposed);
         challenge.map_err(|what| LinkError::Ended { process: None, what })
     }
 

@@ -277,7 +277,7 @@ impl Joiner<'_> {
     fn handshake(&self, stream: Stream, process: usize, hello: &Hello) -> Result<HandshakeConnection, LinkError> {
         let (mut connection, address) =
             (self.meeting.connection(stream, self.meeting.remaining()), format!("rank {process}"));
-        authentication::connect(&mut connection, &self.config.token, &self.meeting.challenge()?, process)
+        authentication::connect(&mut connection, &self.config.token, &self.meeting.challenge(false)?, process)
             .map_err(|what| self.meeting.run_failure_or(LinkError::Another { peer: address.clone(), what }))?;
         introduce(self.meeting, connection, &address, hello)
     }
@@ -295,7 +295,7 @@ impl Joiner<'_> {
         };
         let failed = |what| LinkError::Failed { process, peer: self.meeting.names[process].clone(), what };
         let mut connection = self.meeting.connection(stream, self.meeting.remaining());
-        let proved = authentication::accept(&mut connection, &self.config.token, &self.meeting.challenge()?)
+        let proved = authentication::accept(&mut connection, &self.config.token, &self.meeting.challenge(false)?)
             .map_err(|what| self.meeting.run_failure_or(failed(what)))?;
         let content = connection.expect(Kind::Hello).map_err(lost)?.map_err(failed)?;
         let hello = Hello::decode(&content).map_err(lost)?;
