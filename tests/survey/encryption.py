@@ -8,6 +8,7 @@ capture must contain no name of a parameter, no name of a host's setting and no 
 --loopback both processes are in one namespace: there, nothing is encrypted, and the search must find what it looks for.
 """
 
+import ctypes
 import json
 import os
 import socket
@@ -19,6 +20,8 @@ import threading
 
 HOSTS = {"pipec-a": "10.77.0.1", "pipec-b": "10.77.0.2"}
 ETH_P_ALL = 3
+CLONE_NEWNET = 0x40000000
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def sh(*words, **options):
@@ -46,12 +49,12 @@ class Capture(threading.Thread):
     def __init__(self, name, device):
         super().__init__(daemon=True)
         with open(f"/run/netns/{name}") as namespace, open("/proc/self/ns/net") as own:
-            os.setns(namespace.fileno(), os.CLONE_NEWNET)
+            assert LIBC.setns(namespace.fileno(), CLONE_NEWNET) == 0, "cannot enter the namespace"
             self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
             self.socket.setsockopt(socket.SOL_SOCKET, 33, 256 << 20)  # SO_RCVBUFFORCE
             self.socket.bind((device, 0))
             self.socket.settimeout(1)
-            os.setns(own.fileno(), os.CLONE_NEWNET)
+            assert LIBC.setns(own.fileno(), CLONE_NEWNET) == 0
         self.is_over, self.packets = False, []
 
     def run(self):
