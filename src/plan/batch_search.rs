@@ -12,7 +12,8 @@ use crate::plan::from_costs::solve_with_groups;
 use crate::plan::request::{PlanRequest, ScheduleChoice};
 use crate::plan::request_costs::{CostsBySize, untrainable};
 use crate::plan::result::{PlanResult, Tried};
-use crate::plan::{tied_weights, variant};
+use crate::plan::tied_weights;
+use crate::plan::variant::{self, SizedCosts};
 use compiler::partition::partitioners::Partitioner;
 use compiler::partition::planned::Planned;
 use compiler::plan::device_memory::fullest;
@@ -226,7 +227,7 @@ impl Search<'_> {
         let kind = schedule.named().unwrap_or(Schedule::Csv);
         let one = combination(self.request, *size, Some(schedule));
         one.options.validate()?;
-        let (answer, score) = match solve_with_groups(&one.model, costs.clone(), shared.clone(), &one.options) {
+        let (answer, score) = match solve_with_groups(&one.model, costs.clone(), shared.clone(), &one.options, true) {
             Ok(planned) => {
                 let tried = Tried::of(&planned.plan);
                 let (speed, peak) = (planned.plan.predicted.throughput_per_s, fullest(&planned.plan));

@@ -36,17 +36,7 @@ const GAP: f64 = 0.002;
 /// The plan for these costs.
 pub fn solve(file: &Path, costs: Costs, options: &PlanOptions) -> Result<Planned, Error> {
     let shared = options.tensor_parallel().costs_for(&costs, options)?;
-    solve_with_groups(file, costs, shared, options)
-}
-
-/// The plan for these costs, and the costs of the model on tensor-parallel groups.
-pub fn solve_with_groups(
-    file: &Path,
-    costs: Costs,
-    shared: Vec<TensorParallelCosts>,
-    options: &PlanOptions,
-) -> Result<Planned, Error> {
-    search(file, costs, shared, options, true)
+    solve_with_groups(file, costs, shared, options, true)
 }
 
 /// A plan that is found faster: under a flush, candidates are compared by the cost model, and only the best is simulated. Its baselines
@@ -57,7 +47,7 @@ pub fn solve_fast(
     shared: Vec<TensorParallelCosts>,
     options: &PlanOptions,
 ) -> Result<Planned, Error> {
-    let mut planned = search(file, costs, shared, options, false)?;
+    let mut planned = solve_with_groups(file, costs, shared, options, false)?;
     let plan = &mut planned.plan;
     let (kind, samples) =
         (plan.schedule.kind, plan.schedule.micro_batch as f64 * f64::from(plan.schedule.microbatches));
@@ -72,7 +62,9 @@ pub fn solve_fast(
     Ok(planned)
 }
 
-fn search(
+/// The plan for these costs, and the costs of the model on tensor-parallel groups. Under a flush, candidates are simulated, or
+/// else compared by the cost model.
+pub fn solve_with_groups(
     file: &Path,
     costs: Costs,
     shared: Vec<TensorParallelCosts>,

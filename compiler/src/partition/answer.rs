@@ -7,8 +7,7 @@ use crate::partition::options::PlannerOptions;
 use crate::partition::partitioners::{Partitioner, Request};
 use crate::partition::planned::{ComparedPlan, Planned};
 use crate::partition::search::context::SearchContext;
-use crate::partition::search::finish_plan;
-use crate::partition::search::finish_plan::Statement;
+use crate::partition::search::finish_plan::{self, Statement};
 use crate::partition::search::improve::{Simulated, improve};
 use crate::partition::search::memory_dp::FitObjective;
 use crate::partition::search::numbers::same;
@@ -16,9 +15,8 @@ use crate::partition::search::result::{PlanCandidate, SearchResult, order};
 use crate::partition::search::select::{best, candidates_without_limit, play_baselines, with_less_recompute};
 use crate::partition::search::simulate_candidate::Played;
 use crate::partition::search::{constraints, interleaved, pipec_rules, replica_search};
-use crate::plan::problem::{CostModel, InFlight, Problem};
+use crate::plan::problem::{CostModel, Problem};
 use crate::plan::stage_cost;
-use serde_json::json;
 
 /// The result of a partitioner, before it becomes a plan.
 pub struct Answer {
@@ -33,7 +31,7 @@ fn is_pinned(problem: &Problem) -> bool {
     problem.constraints.replicas.is_some()
         || problem.constraints.cut_after.is_some()
         || problem.constraints.require_pipec_cost()
-        || matches!(problem.in_flight, InFlight::Given(_))
+        || problem.in_flight.given().is_some()
 }
 
 /// Runs a partitioner with the devices in the order of the problem's cluster.
@@ -121,19 +119,13 @@ pub fn conclude(
     let statement = Statement {
         found: &found,
         baselines: &baselines,
-        method: if is_pinned { "pinned" } else { options.partitioner.name() },
-        partitioner: options.partitioner.name(),
-        budget: options.budget,
-        seed: options.seed,
+        options,
+        is_pinned,
         played: &played,
-        is_played: options.efficiency.is_some(),
         asked: question.problem,
         notes: constraints::moved(question.joined, names),
     };
-    let mut plan = finish_plan::finish(problem, &chosen, &statement).map_err(PlanError::Unsound)?;
-    if let Some(limit) = options.time_limit {
-        plan.options.insert("time_limit".to_string(), json!(limit.as_secs_f64()));
-    }
+    let plan = finish_plan::finish(problem, &chosen, &statement).map_err(PlanError::Unsound)?;
     let rest = found.candidates.iter().chain(&baselines);
     let compared = std::iter::once(&chosen).chain(rest).map(ComparedPlan::of).collect();
     Ok(Planned { plan, compared })

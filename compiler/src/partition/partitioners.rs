@@ -3,10 +3,9 @@
 //! To add one: a file in `partitioners/`, its module and its row here. The command line and plans take the name from the
 //! row.
 
-pub mod data_parallel;
 pub mod enumerate;
 pub mod exhaustive;
-pub mod single;
+pub mod one_stage;
 pub mod uniform;
 
 use crate::partition::bounds::min_memory;
@@ -164,7 +163,7 @@ fn exhaustive(request: &Request<'_>) -> Result<SearchResult, ProblemError> {
     let (candidate, states) = enumerate::every(request.question)?;
     let proven_us = candidate.as_ref().filter(|best| best.fits).map(|best| best.minibatch_us);
     let proven_us = proven_us.filter(|_| problem.cluster.levels.len() == 1);
-    Ok(SearchResult { candidates: candidate.into_iter().collect(), states, proven_us, ..SearchResult::nothing() })
+    Ok(SearchResult { candidates: candidate.into_iter().collect(), states, proven_us, ..SearchResult::default() })
 }
 
 #[cfg(test)]

@@ -235,9 +235,8 @@ impl ClassDp {
     fn least(&self, placing: &PlacementQuery<'_>, table: &Table) -> (f64, (usize, usize)) {
         let mut best = (f64::INFINITY, (0, 0));
         let widths = placing.widths();
-        for layer in placing.finals().filter(|layer| placing.layers().is_none_or(|most| *layer <= most)) {
-            let wanted = self.takes.iter().filter(|take| widths.contains(&take.devices));
-            for take in wanted {
+        for layer in placing.finals() {
+            for take in self.takes.iter().filter(|take| widths.contains(&take.devices)) {
                 let value = table.entries[layer * table.sets * self.states + take.index].value;
                 if value < best.0 * (1.0 - 1e-12) || (best.0.is_infinite() && value.is_finite()) {
                     best = (value, (layer, take.index));

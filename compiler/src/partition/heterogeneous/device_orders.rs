@@ -6,7 +6,7 @@
 //! stages. Otherwise a local search starts from orders that keep classes together and uses [`Units::moves`].
 
 use crate::cluster::{Cluster, DeviceClass, class};
-use crate::partition::heterogeneous::device_ranges::first_alike;
+use crate::partition::heterogeneous::device_ranges::{first_alike, is_same};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Largest number of classes for which every class permutation is a start; with more, only the orders by speed.
@@ -183,7 +183,7 @@ impl Units<'_> {
         for &class in sequence {
             let class = &self.cluster.classes[class as usize];
             match order.classes.last_mut() {
-                Some(last) if same(last, class) => last.count += 1,
+                Some(last) if is_same(last, class) => last.count += 1,
                 _ => order.classes.push(DeviceClass { count: 1, ..class.clone() }),
             }
         }
@@ -220,10 +220,6 @@ fn runs(units: &[&[u32]]) -> Vec<(usize, usize)> {
         }
     }
     runs
-}
-
-fn same(left: &DeviceClass, right: &DeviceClass) -> bool {
-    left.device == right.device && left.speed == right.speed
 }
 
 /// Advances to the next permutation in lexicographic order, if there is one.

@@ -109,8 +109,12 @@ impl DeviceRanges {
 
 /// Index of the first class with the same figures.
 pub fn first_alike(classes: &[DeviceClass], own: &DeviceClass) -> u32 {
-    let same = |other: &DeviceClass| other.speed == own.speed && other.device == own.device;
-    classes.iter().position(same).unwrap_or_default() as u32
+    classes.iter().position(|other| is_same(other, own)).unwrap_or_default() as u32
+}
+
+/// True if two classes differ at most in their numbers of devices.
+pub fn is_same(left: &DeviceClass, right: &DeviceClass) -> bool {
+    left.device == right.device && left.speed == right.speed
 }
 
 /// Sparse table; row k, index i: the minimum of the 2^k values from i.

@@ -19,7 +19,6 @@ use crate::partition::search::build_plan::StagePosition;
 use crate::partition::search::constraints;
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::result::{PlanCandidate, SearchResult};
-use crate::plan::cost_estimate::FlowQuery;
 use crate::plan::problem::{CostModel, Objective, Problem, ProblemError, Recomputation};
 use crate::profile::recompute_scope::RecomputeScope;
 use std::time::Duration;
@@ -74,8 +73,7 @@ pub fn refine(
     if !(unit_us.is_normal() && unit_us > 0.0) {
         return Ok(left_alone(known, "all times are zero".to_string()));
     }
-    let flow = build_plan::flow(problem, problem.cluster.devices());
-    let asked = FlowQuery::of(&flow, problem.objective == Objective::Latency, problem.bucket.0 as f64);
+    let asked = build_plan::asked(problem);
     let pins = constraints::pinned(question.joined, &problem.constraints.pins)?;
     let fixed = fixed(question)?;
     let within_us = if best_us.is_some() { unit_us } else { unit_us * SLOWER };
@@ -91,17 +89,8 @@ pub fn refine(
     };
     let order = Order::of(problem, &asked);
     let most = if best_us.is_some() { 1.0 - GAIN } else { SLOWER };
-    let scope = Scope {
-        problem,
-        asked,
-        flow,
-        unit_us,
-        most,
-        finest: WAYS[0].0,
-        pins: &pins,
-        fixed: fixed.as_deref(),
-        order: &order,
-    };
+    let scope =
+        Scope { problem, asked, unit_us, most, finest: WAYS[0].0, pins: &pins, fixed: fixed.as_deref(), order: &order };
     let mut work = 0usize;
     for choice in &choices {
         let Some(program) = Formulation::of(&scope, choice) else { continue };

@@ -108,9 +108,6 @@ impl BranchAndBound<'_, '_> {
     /// Runs the search; returns false if it ran out of steps.
     pub fn run(&mut self) -> bool {
         for layer in self.placing.finals() {
-            if self.placing.layers().is_some_and(|most| layer > most) {
-                continue;
-            }
             for w in self.placing.widths() {
                 if !self.extend(&mut Prefix::default(), layer, 0, w) {
                     return false;

@@ -7,9 +7,8 @@ use crate::partition::bounds::local_search::LocalSearch;
 use crate::partition::bounds::lower_bound::Bounds;
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::dp::pipedream;
-use crate::partition::partitioners::data_parallel::data_parallel;
 use crate::partition::partitioners::exhaustive;
-use crate::partition::partitioners::single::single;
+use crate::partition::partitioners::one_stage::{data_parallel, single};
 use crate::partition::partitioners::uniform::uniform;
 use crate::partition::search::context::{DEFAULT_BUDGET, SearchContext};
 use crate::partition::search::downsets::{DownSets, Growth};
@@ -47,7 +46,7 @@ impl SearchContext<'_> {
         let is_ours = growth == Growth::All;
         let name = if is_ours { "pipec" } else { "pipedream" };
         let levels = stage_cost::levels(&problem.cluster);
-        let mut found = SearchResult { bound_us: f64::INFINITY, ..SearchResult::nothing() };
+        let mut found = SearchResult { bound_us: f64::INFINITY, ..SearchResult::default() };
         let mut searches = vec![(levels, false)];
         if is_ours && problem.cluster.levels.len() > 1 {
             searches.push((stage_cost::levels(&problem.cluster.flattened()), true));
@@ -202,19 +201,17 @@ impl SearchContext<'_> {
         let limit = largest((graph.ops.len() + 1).min(1200), |places| memory_dp::effort(levels, places) <= 6e6);
         let along = |order: Vec<u32>| {
             let ends = linear_order::ends(graph, cost.model, &order, limit.max(2) - 1);
-            LinearOrder::new(graph, cost.model, order, ends, passing)
+            LinearOrder::over(graph, DownSets::chain(graph, cost.model, order, ends), passing)
         };
         let solve = |line: LinearOrder| {
             let settings = Fit {
+                problem: self.problem,
                 line: &line,
                 cost: &cost,
                 levels,
                 flow: build_plan::flow(self.problem, self.problem.cluster.devices()),
-                optimizer_state: self.problem.optimizer_state,
-                zero: self.problem.zero,
-                in_place: self.problem.reduces_in_place(),
             };
-            memory_dp::fit(&settings, least).map(|(_, shape)| shape)
+            memory_dp::fit(&settings, least)
         };
         let few = largest(600, |sets| memory_dp::effort(levels, sets) <= 6e6);
         let all =
@@ -225,7 +222,7 @@ impl SearchContext<'_> {
     /// Plans that obey the user's constraints; those with the least memory if nothing fits.
     pub fn pinned(&self) -> Result<SearchResult, ProblemError> {
         let wants_memory = self.problem.objective == Objective::Memory;
-        let mut found = SearchResult { states: 1, ..SearchResult::nothing() };
+        let mut found = SearchResult { states: 1, ..SearchResult::default() };
         for least_memory in [wants_memory, true] {
             if !found.candidates.iter().any(|candidate| candidate.fits) {
                 let shapes = fixed_stages::shapes(self.problem, self.joined, least_memory)?;
@@ -256,7 +253,7 @@ impl SearchContext<'_> {
         let (shape, states) = walked.map_err(|limit| too_large("steps", limit, limit + 1))?;
         let candidates: Vec<_> = shape.into_iter().map(|shape| self.candidate("exhaustive", shape)).collect();
         let proven_us = candidates.first().filter(|_| levels.len() == 1).map(|candidate| candidate.minibatch_us);
-        Ok(SearchResult { candidates, states, proven_us, ..SearchResult::nothing() })
+        Ok(SearchResult { candidates, states, proven_us, ..SearchResult::default() })
     }
 }
 

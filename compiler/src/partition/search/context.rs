@@ -74,8 +74,20 @@ impl SearchContext<'_> {
         spots: Vec<build_plan::StagePosition>,
         caps: Vec<u32>,
     ) -> PlanCandidate {
+        let pending_weight_grads = build_plan::pending_weight_grads(self.problem, &shape, &caps);
+        self.priced(name, shape, spots, caps, pending_weight_grads)
+    }
+
+    /// Prices a shape whose in-flight limits and pending weight gradients are those of a schedule.
+    pub fn priced(
+        &self,
+        name: &'static str,
+        shape: Shape,
+        spots: Vec<build_plan::StagePosition>,
+        caps: Vec<u32>,
+        pending_weight_grads: Vec<u32>,
+    ) -> PlanCandidate {
         let problem = self.problem;
-        let pending_weight_grads = build_plan::pending_weight_grads(problem, &shape, &caps);
         let holdings = build_plan::holdings(problem, &shape);
         let memory = build_plan::memory(problem, &shape, &spots, &holdings, &caps, &pending_weight_grads);
         let fits = build_plan::fits(problem, &shape, &spots, &memory);

@@ -82,13 +82,8 @@ impl<'a> Evaluator<'a> {
 
     fn spots(&self, wanted: &Stages) -> Vec<StagePosition> {
         let recompute = self.problem.recomputation().is_full().into();
-        let mut next = 0;
-        let spot = |(at, &replicas): (usize, &u32)| {
-            let first = wanted.firsts.as_ref().map_or(next, |firsts| firsts[at]);
-            next = first + replicas;
-            StagePosition { first, recompute }
-        };
-        wanted.replicas.iter().enumerate().map(spot).collect()
+        let firsts = wanted.firsts.clone().unwrap_or_else(|| build_plan::firsts(&wanted.replicas));
+        firsts.into_iter().map(|first| StagePosition { first, recompute }).collect()
     }
 
     /// The stages if they fit, recomputed where they do not fit otherwise. `None` also if the closed form is above

@@ -3,6 +3,7 @@
 use crate::cluster::class;
 use crate::partition::bounds::flush_bound::FlushBound;
 use crate::partition::bounds::lower_bound::slowest_op_us;
+use crate::partition::options::PlannerOptions;
 use crate::partition::search::build_plan;
 use crate::partition::search::in_flight::ENOUGH;
 use crate::partition::search::numbers::same;
@@ -24,13 +25,11 @@ pub struct Statement<'a> {
     pub found: &'a SearchResult,
     /// Single device, data parallelism, uniform pipeline.
     pub baselines: &'a [PlanCandidate; 3],
-    pub method: &'a str,
-    pub partitioner: &'a str,
-    pub budget: Option<u64>,
-    pub seed: u64,
+    pub options: &'a PlannerOptions<'a>,
+    /// True if constraints fixed the stages, so that the partitioner had no choice.
+    pub is_pinned: bool,
     /// In-flight limits and simulated time of the chosen candidate.
     pub played: &'a Played,
-    pub is_played: bool,
     /// The problem over fused ops, as searched.
     pub asked: &'a Problem,
     /// Notes on how the user's constraints were interpreted; they become warnings.
@@ -39,13 +38,14 @@ pub struct Statement<'a> {
 
 /// Builds and verifies the plan. A fault is a bug in the partitioner.
 pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'_>) -> Result<Plan, Vec<PlanFault>> {
-    let Statement { found, baselines, .. } = statement;
+    let Statement { found, baselines, options, .. } = statement;
+    let method = if statement.is_pinned { "pinned" } else { options.partitioner.name() };
     let mut warnings = statement.notes.clone();
     let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
     let bound_us = bound_us(statement.asked, chosen, found);
     let Played { caps, minibatch_us, held, warning, .. } = statement.played.clone();
     let (lower_bound_us, proven_optimal) =
-        certificate(statement.asked, chosen.minibatch_us, minibatch_us, bound_us, statement.is_played);
+        certificate(statement.asked, chosen.minibatch_us, minibatch_us, bound_us, options.efficiency.is_some());
     if problem.schedule.is_custom() {
         warnings.push(
             "predicted times are estimates for a flush, not for this table; run `pipec simulate` for the table".into(),
@@ -100,10 +100,10 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
         lower_bound_us,
         proven_optimal,
         baselines: baseline_times(baselines),
-        search: Search { method: statement.method.to_string(), states: found.states, fallback: found.fallback.clone() },
+        search: Search { method: method.to_string(), states: found.states, fallback: found.fallback.clone() },
         warnings,
-        seed: statement.seed,
-        options: options(problem, statement),
+        seed: options.seed,
+        options: settings(problem, options),
         digest: None,
         extra: BTreeMap::new(),
     };
@@ -248,41 +248,33 @@ fn predicted(problem: &Problem, chosen: &PlanCandidate, minibatch_us: f64, stage
     Predicted { minibatch_us, objective_us, step_us, throughput_per_s, bubble, ..operations }
 }
 
-fn options(problem: &Problem, statement: &Statement<'_>) -> BTreeMap<String, Value> {
-    let mut all = BTreeMap::from([
-        ("partitioner".to_string(), json!(statement.partitioner)),
-        ("optimizer_state".to_string(), json!(problem.optimizer_state)),
-    ]);
-    if problem.bucket.0 != buckets::USUAL_BYTES {
-        all.insert("bucket_bytes".to_string(), json!(problem.bucket.0));
-    }
-    if problem.zero.level > 0 {
-        all.insert("zero".to_string(), json!(problem.zero.level));
-        if problem.zero.degree > 0 {
-            all.insert("shard_degree".to_string(), json!(problem.zero.degree));
-        }
-    }
+/// The settings of the search, as plans state them.
+fn settings(problem: &Problem, options: &PlannerOptions<'_>) -> BTreeMap<String, Value> {
     let in_flight = match &problem.in_flight {
         InFlight::Auto => json!("auto"),
         InFlight::Pipedream => json!("pipedream"),
         InFlight::Given(caps) => json!(caps),
     };
-    all.insert("in_flight".to_string(), in_flight);
-    let mut add = |name: &str, value: Option<Value>| {
-        if let Some(value) = value {
-            all.insert(name.to_string(), value);
-        }
-    };
-    add("activation_compression", problem.activation_compression.map(|ratio| json!(ratio)));
-    add("budget", statement.budget.map(|budget| json!(budget)));
-    add("stages", problem.constraints.replicas.as_ref().map(|replicas| json!(replicas)));
     let constraints = &problem.constraints;
     let pins: Vec<String> = constraints.pins.iter().map(|(name, stage)| format!("{name}={stage}")).collect();
-    add("pin", (!pins.is_empty()).then(|| json!(pins)));
-    add("max_stages", constraints.most_stages.map(|most| json!(most)));
-    add("recompute", (problem.recompute != Recomputation::Auto).then(|| json!(problem.recompute.name())));
-    add("no_replication", constraints.no_replication.then_some(json!(true)));
-    add("target", constraints.target.map(|target| json!(target.name())));
-    add("cut_after", problem.constraints.cut_after.as_ref().map(|names| json!(names)));
-    all
+    let (zero, is_grouped) = (problem.zero, problem.zero.level > 0 && problem.zero.degree > 0);
+    let all = [
+        ("partitioner", Some(json!(options.partitioner.name()))),
+        ("optimizer_state", Some(json!(problem.optimizer_state))),
+        ("bucket_bytes", (problem.bucket.0 != buckets::USUAL_BYTES).then(|| json!(problem.bucket.0))),
+        ("zero", (zero.level > 0).then(|| json!(zero.level))),
+        ("shard_degree", is_grouped.then(|| json!(zero.degree))),
+        ("in_flight", Some(in_flight)),
+        ("activation_compression", problem.activation_compression.map(|ratio| json!(ratio))),
+        ("budget", options.budget.map(|budget| json!(budget))),
+        ("time_limit", options.time_limit.map(|limit| json!(limit.as_secs_f64()))),
+        ("stages", constraints.replicas.as_ref().map(|replicas| json!(replicas))),
+        ("pin", (!pins.is_empty()).then(|| json!(pins))),
+        ("max_stages", constraints.most_stages.map(|most| json!(most))),
+        ("recompute", (problem.recompute != Recomputation::Auto).then(|| json!(problem.recompute.name()))),
+        ("no_replication", constraints.no_replication.then_some(json!(true))),
+        ("target", constraints.target.map(|target| json!(target.name()))),
+        ("cut_after", constraints.cut_after.as_ref().map(|names| json!(names))),
+    ];
+    all.into_iter().filter_map(|(name, value)| Some((name.to_string(), value?))).collect()
 }

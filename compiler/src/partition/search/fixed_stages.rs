@@ -8,6 +8,7 @@
 //! Stages need not fill whole groups; a cluster of several levels counts as one level at its slowest bandwidth.
 
 use crate::partition::dp::nested_partition::Shape;
+use crate::partition::search::downsets::DownSets;
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::search::linear_order;
 use crate::partition::search::linear_order::LinearOrder;
@@ -15,10 +16,8 @@ use crate::partition::search::numbers::largest;
 use crate::partition::search::{build_plan, constraints, linear_search};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight::{First, Position, ScheduleFlow, StageInFlight};
-use crate::plan::memory::MemoryMultipliers;
-use crate::plan::problem::{InFlight, Problem, ProblemError};
-use crate::plan::stage_cost::{self, LevelCost, StageCost, StageRange};
-use crate::plan::zero::Zero;
+use crate::plan::problem::{Problem, ProblemError};
+use crate::plan::stage_cost::{self, LevelCost, StageCost};
 
 /// The best shapes that obey the constraints, one per linear order; empty if nothing fits.
 ///
@@ -27,29 +26,12 @@ pub fn shapes(problem: &Problem, joined: &FusedGraph<'_>, least_memory: bool) ->
     let (graph, cost) = (&problem.graph, StageCost::of(problem));
     let flattened = problem.cluster.flattened();
     let level = stage_cost::levels(&flattened)[0];
-    let caps = match &problem.in_flight {
-        InFlight::Given(caps) => Some(caps.as_slice()),
-        _ => None,
-    };
+    let caps = problem.in_flight.given();
     let replicas = problem.constraints.replicas.as_deref();
     let units = u64::from(level.count);
     let fixed =
         problem.constraints.cut_after.as_ref().map(|names| constraints::resolve(graph, joined, names)).transpose()?;
-    let cut_stages = fixed.as_ref().map(|(_, ends)| ends.len() - 1);
-    let stages = cut_stages.or(replicas.map(<[u32]>::len)).or(caps.map(<[u32]>::len)).unwrap_or(1);
-    if let Some(replicas) = replicas.filter(|replicas| replicas.len() != stages) {
-        return Err(ProblemError::Disagree { cuts: stages - 1, stages, replicas: replicas.len() });
-    }
-    if let Some(caps) = caps.filter(|caps| caps.len() != stages) {
-        return Err(ProblemError::Caps { caps: caps.len(), stages });
-    }
-    if stages as u64 > units {
-        let wanted = stages as u64;
-        return Err(ProblemError::TooManyReplicas { wanted, devices: level.count });
-    }
-    if stages > graph.ops.len() {
-        return Err(ProblemError::TooManyStages { stages, ops: graph.ops.len() });
-    }
+    let stages = constraints::stages(problem)?.unwrap_or(1);
     let steps = |places: usize| {
         let choices = if replicas.is_some() { 1.0 } else { (units * units) as f64 / 2.0 };
         (places * places) as f64 / 2.0 * stages as f64 * choices
@@ -73,36 +55,32 @@ pub fn shapes(problem: &Problem, joined: &FusedGraph<'_>, least_memory: bool) ->
     };
     let passing = GradientBuffers::of(&problem.cluster);
     let solve = |(order, ends): (Vec<u32>, Vec<usize>)| {
-        let line = LinearOrder::new(graph, cost.model, order, ends, passing);
+        let line = LinearOrder::over(graph, DownSets::chain(graph, cost.model, order, ends), passing);
         let settings = Pinned {
+            problem,
             line: &line,
             cost: &cost,
             level,
             flow: build_plan::flow(problem, level.count),
-            optimizer_state: problem.optimizer_state,
-            zero: problem.zero,
-            in_place: problem.reduces_in_place(),
             stages,
             replicas,
             caps,
             memory_limit: problem.memory_limit.map(|limit| limit.0).filter(|_| !least_memory),
             least_memory,
         };
-        pinned(&settings).map(|(_, shape)| shape)
+        pinned(&settings)
     };
     Ok(lines.into_iter().filter_map(solve).collect())
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct Pinned<'a> {
+struct Pinned<'a> {
+    problem: &'a Problem,
     pub line: &'a LinearOrder,
     pub cost: &'a StageCost,
     pub level: LevelCost,
     /// Determines in-flight counts; `workers` is an upper bound.
     pub flow: ScheduleFlow,
-    pub optimizer_state: f64,
-    pub zero: Zero,
-    pub in_place: bool,
     pub stages: usize,
     /// Replicas of each stage; `None` leaves them free.
     pub replicas: Option<&'a [u32]>,
@@ -120,8 +98,8 @@ struct Entry {
     replicas: usize,
 }
 
-/// Returns the best value (microseconds or bytes) and its shape, or `None` if nothing fits.
-pub fn pinned(settings: &Pinned<'_>) -> Option<(f64, Shape)> {
+/// The shape with the least time or memory; `None` if nothing fits.
+fn pinned(settings: &Pinned<'_>) -> Option<Shape> {
     let space = &settings.line.space;
     let places = space.len();
     let units = settings.level.count as usize;
@@ -183,7 +161,7 @@ pub fn pinned(settings: &Pinned<'_>) -> Option<(f64, Shape)> {
         at = end;
         left -= replicas;
     }
-    Some((best, Shape::flat(stages, true)))
+    Some(Shape::flat(stages, true))
 }
 
 fn value(settings: &Pinned<'_>, stage: usize, from: usize, end: usize, replicas: u32, workers_after: u32) -> f64 {
@@ -203,19 +181,7 @@ fn value(settings: &Pinned<'_>, stage: usize, from: usize, end: usize, replicas:
         }
         (None, None) => First::Unknown,
     };
-    let multiples = MemoryMultipliers {
-        in_flight,
-        pending_weight_grads: settings.flow.pending_weight_grads(position, in_flight),
-        versions: settings.flow.versions(own, first),
-        late: settings.flow.late(own, first),
-        replicas,
-        recompute: false,
-        zero: settings.zero,
-        in_place: settings.in_place,
-        optimizer_state: settings.optimizer_state,
-        schedule: settings.flow.schedule,
-        microbatches: settings.flow.microbatches,
-    };
+    let multiples = build_plan::multiples_at(settings.problem, &settings.flow, position, in_flight, first);
     let total = settings.line.holdings(from, end).held(&multiples).total;
     if settings.least_memory {
         return total as f64;
@@ -223,14 +189,6 @@ fn value(settings: &Pinned<'_>, stage: usize, from: usize, end: usize, replicas:
     if settings.memory_limit.is_some_and(|limit| total > limit) {
         return f64::INFINITY;
     }
-    let part = StageRange {
-        is_first: from == 0,
-        is_last: end + 1 == space.len(),
-        replicas,
-        inner_us: space.compute[end] - space.compute[from],
-        weight_bytes: space.weights[end] - space.weights[from],
-        in_bytes: space.cut[from],
-        out_bytes: space.cut[end],
-    };
+    let part = space.range(from, end, replicas, from == 0, space.compute[end] - space.compute[from]);
     settings.cost.part_us(&settings.level, &part)
 }

@@ -181,12 +181,7 @@ mod tests {
             joins: joins.map(OpId),
             ..OpCost::default()
         };
-        let tensor = |from: u32, to: &[u32]| TensorCost {
-            name: format!("t{from}"),
-            producer: OpId(from),
-            bytes: 100,
-            consumers: to.iter().map(|&to| OpId(to)).collect(),
-        };
+        let tensor = |from: u32, to: &[u32]| TensorCost { name: format!("t{from}"), ..TensorCost::new(from, 100, to) };
         let joins = [Some(3), Some(3), None, None, Some(5), None];
         CostGraph {
             ops: joins.iter().enumerate().map(|(id, joins)| op(id as u32, *joins)).collect(),
@@ -245,15 +240,10 @@ mod tests {
             joins: (id % 3 != 2).then(|| OpId(id / 3 * 3 + 2)),
             ..OpCost::default()
         };
-        let tensor = |id: u32| TensorCost {
-            name: format!("t{id}"),
-            producer: OpId(id),
-            bytes: 7 << id,
-            consumers: [id + 1, id + 4]
-                .into_iter()
-                .filter(|&to| to < 12 && (to == id + 1 || id % 3 == 2))
-                .map(OpId)
-                .collect(),
+        let tensor = |id: u32| {
+            let is_read = |to: &u32| *to < 12 && (*to == id + 1 || id % 3 == 2);
+            let readers: Vec<u32> = [id + 1, id + 4].into_iter().filter(is_read).collect();
+            TensorCost { name: format!("t{id}"), ..TensorCost::new(id, 7 << id, &readers) }
         };
         let params = [vec![0, 1], vec![4], vec![1, 5, 10], vec![7, 8]];
         let param = |(at, users): (usize, &Vec<u32>)| {

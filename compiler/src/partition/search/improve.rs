@@ -121,7 +121,7 @@ pub fn improve(
     if constraints.cut_after.is_some() || !constraints.pins.is_empty() || !may_improve(problem, options) {
         return (None, 0);
     }
-    let is_given = constraints.replicas.is_some() || matches!(problem.in_flight, InFlight::Given(_));
+    let is_given = constraints.replicas.is_some() || problem.in_flight.given().is_some();
     let freedom = Freedom {
         replicas: !is_given
             && !problem.cluster.is_mixed()
@@ -494,7 +494,7 @@ impl Climb<'_> {
             return;
         }
         let devices = cluster.devices();
-        let firsts = side_by_side(&layout.stages);
+        let firsts = build_plan::firsts(&layout.stages.replicas);
         for &start in &firsts {
             let turned: Vec<u32> = firsts.iter().map(|first| (first + devices - start) % devices).collect();
             let firsts = (start > 0).then_some(turned);
@@ -524,18 +524,9 @@ impl Climb<'_> {
     }
 }
 
-/// The first device of each stage, if they are side by side.
-fn side_by_side(stages: &Stages) -> Vec<u32> {
-    let next = |first: &mut u32, replicas: &u32| {
-        *first += replicas;
-        Some(*first - replicas)
-    };
-    stages.replicas.iter().scan(0, next).collect()
-}
-
 /// Two stages of equally many replicas exchange their devices.
 fn swap_moves(stages: &Stages, moves: &mut Vec<Stages>) {
-    let firsts = stages.firsts.clone().unwrap_or_else(|| side_by_side(stages));
+    let firsts = stages.firsts.clone().unwrap_or_else(|| build_plan::firsts(&stages.replicas));
     for one in 0..firsts.len() {
         for other in (0..one).filter(|other| stages.replicas[*other] == stages.replicas[one]) {
             let mut firsts = firsts.clone();

@@ -10,11 +10,10 @@ use crate::partition::search::build_plan;
 use crate::partition::search::build_plan::{Recompute, StagePosition};
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::module_boundaries::Borders;
-use crate::partition::search::result::{PlanCandidate, SearchResult, fullest};
+use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::partition::search::{finish_plan, linear_search};
-use crate::plan::StageMemory;
 use crate::plan::chunks::rank_of;
-use crate::plan::problem::{InFlight, Problem, ProblemError, Recomputation};
+use crate::plan::problem::{Problem, ProblemError, Recomputation};
 use crate::plan::schedule::Schedule;
 use crate::schedule::action::pending_weight_grads;
 use crate::schedule::generators::schedule;
@@ -39,17 +38,14 @@ pub fn found(question: &SearchContext<'_>) -> Result<SearchResult, ProblemError>
     let problem = question.problem;
     let constraints = &problem.constraints;
     let unmet = |what: String| Err(ProblemError::Unmet { what });
-    if constraints.cut_after.is_some()
-        || !constraints.pins.is_empty()
-        || matches!(problem.in_flight, InFlight::Given(_))
-    {
+    if constraints.cut_after.is_some() || !constraints.pins.is_empty() || problem.in_flight.given().is_some() {
         return unmet(
             "`--cut-after`, `--pin` and in-flight limits cannot be combined with a schedule of several stages per rank"
                 .to_string(),
         );
     }
     let choices = choices(problem)?;
-    let mut found = SearchResult { bound_us: finish_plan::spread(problem), ..SearchResult::nothing() };
+    let mut found = SearchResult { bound_us: finish_plan::spread(problem), ..SearchResult::default() };
     let borders = Borders::of(problem, question.joined);
     for order in linear_search::orders(&problem.graph) {
         let ends = borders.as_ref().map_or_else(|| (0..=order.len()).collect(), |borders| borders.ends(&order));
@@ -216,15 +212,8 @@ impl Line<'_> {
         spots: Vec<StagePosition>,
         counts: &Counts,
     ) -> PlanCandidate {
-        let shape = self.shape(cuts, replicas);
-        let problem = question.problem;
-        let holdings = build_plan::holdings(problem, &shape);
-        let memory: Vec<StageMemory> =
-            build_plan::memory(problem, &shape, &spots, &holdings, &counts.caps, &counts.pending_weight_grads);
-        let fits = problem.memory_limit.is_none_or(|limit| fullest(&spots, &memory) <= limit.0);
-        let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots, &counts.caps);
         let Counts { caps, pending_weight_grads } = counts.clone();
-        PlanCandidate { name: "pipec", shape, minibatch_us, caps, pending_weight_grads, spots, memory, fits }
+        question.priced("pipec", self.shape(cuts, replicas), spots, caps, pending_weight_grads)
     }
 }
 

@@ -233,15 +233,10 @@ impl<'a> Layouts<'a> {
             let multiples = MemoryMultipliers {
                 in_flight: held.caps[stage],
                 pending_weight_grads: held.pending_weight_grads.get(stage).copied().unwrap_or(0),
-                versions: 1,
-                late: 0,
-                replicas,
                 recompute,
                 zero,
-                in_place: self.problem.reduces_in_place(),
-                optimizer_state: self.problem.optimizer_state,
                 schedule,
-                microbatches: self.problem.microbatches,
+                ..build_plan::multiples_of_one(self.problem, replicas)
             };
             of_rank[rank_of(schedule, ranks, stage as u32) as usize].push((*holdings, multiples));
         }
@@ -385,10 +380,7 @@ impl<'a> Layouts<'a> {
         let stages = cut.ops.into_iter().map(|ops| (ops, replicas)).collect();
         let shape = Shape::flat(stages, problem.cluster.levels.len() > 1);
         let Counts { caps, pending_weight_grads } = held;
-        let memory = build_plan::memory(problem, &shape, &spots, &cut.holdings, &caps, &pending_weight_grads);
-        let fits = build_plan::fits(problem, &shape, &spots, &memory);
-        let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots, &caps);
-        Some(PlanCandidate { name: "pipec", shape, minibatch_us, caps, pending_weight_grads, spots, memory, fits })
+        Some(question.priced("pipec", shape, spots, caps, pending_weight_grads))
     }
 
     /// The simulated time of a minibatch in microseconds; `None` if the layout does not fit.
@@ -425,7 +417,7 @@ impl<'a> Layouts<'a> {
             1 => pipec_rules::found(&pinned_question, &baselines),
             _ => interleaved::found(&pinned_question),
         };
-        let mut found = found.unwrap_or_else(|_| SearchResult::nothing());
+        let mut found = found.unwrap_or_else(|_| SearchResult::default());
         found.candidates.extend(self.candidate(&question, layout));
         found.candidates.retain(|candidate| candidate.name == "pipec");
         found.candidates.sort_by(|left, right| order(full.objective, left, right));

@@ -7,7 +7,8 @@ use crate::partition::dp::pipedream;
 use crate::partition::search::downsets::DownSets;
 use crate::partition::search::linear_order;
 use crate::partition::search::linear_search;
-use crate::partition::search::numbers::{largest, same};
+use crate::partition::search::numbers::{largest, running_sums, same};
+use crate::partition::search::op_sets::insert;
 use crate::plan::cut_bytes::CutBytes;
 use crate::plan::problem::Problem;
 use crate::plan::stage_cost::{LevelCost, StageCost};
@@ -59,7 +60,7 @@ impl Lines<'_> {
         for order in &self.orders {
             let mut set = vec![0u64; ops.div_ceil(64)];
             for &op in order {
-                set[op as usize / 64] |= 1 << (op % 64);
+                insert(&mut set, op as usize);
                 sets.push(set.clone());
             }
         }
@@ -102,12 +103,9 @@ impl Lines<'_> {
 
     fn walk(&self, order: &[u32], low_us: f64, known_us: f64) -> Option<Best> {
         let graph = &self.problem.graph;
-        let (mut compute, mut weights) = (vec![0.0], vec![0.0]);
-        for &op in order {
-            let op = &graph.ops[op as usize];
-            compute.push(compute[compute.len() - 1] + op.fwd_us + op.bwd_us);
-            weights.push(weights[weights.len() - 1] + op.param_bytes as f64);
-        }
+        let op = |&op: &u32| &graph.ops[op as usize];
+        let compute = running_sums(order, |sum, at| sum + op(at).fwd_us + op(at).bwd_us);
+        let weights = running_sums(order, |sum, at| sum + op(at).param_bytes as f64);
         let charged = CutBytes::new(self.cost.model, graph);
         let cut = if order.len() <= MOST_PRICED {
             let mut place = vec![0usize; order.len()];

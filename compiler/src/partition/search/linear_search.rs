@@ -110,16 +110,11 @@ impl Edges {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::cost_graph::{OpCost, OpId, TensorCost};
+    use crate::profile::cost_graph::{OpCost, TensorCost};
 
     #[test]
     fn branches_stay_together() {
-        let tensor = |from, to: &[u32]| TensorCost {
-            name: String::new(),
-            producer: OpId(from),
-            bytes: 1,
-            consumers: to.iter().map(|&to| OpId(to)).collect(),
-        };
+        let tensor = |from, to: &[u32]| TensorCost::new(from, 1, to);
         // 0 -> 1 -> 3 -> 4 and 0 -> 2 -> 4
         let tensors = vec![tensor(0, &[1, 2]), tensor(1, &[3]), tensor(3, &[4]), tensor(2, &[4])];
         let ops = (0..5).map(|id| OpCost { id, ..OpCost::default() }).collect();

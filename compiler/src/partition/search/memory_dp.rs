@@ -11,11 +11,12 @@
 //! workers after the span and on its number of copies. There is one table for each combination.
 
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
+use crate::partition::search::build_plan::{multiples_at, multiples_of_one};
 use crate::partition::search::linear_order::LinearOrder;
 use crate::plan::in_flight::{First, Position, ScheduleFlow, StageInFlight};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
-use crate::plan::stage_cost::{LevelCost, StageCost, StageRange};
-use crate::plan::zero::Zero;
+use crate::plan::problem::Problem;
+use crate::plan::stage_cost::{LevelCost, StageCost};
 use crate::profile::arena::{Arena, Way};
 use std::collections::HashMap;
 
@@ -33,19 +34,17 @@ const MANY_REPLICAS: u32 = 4_294_967_291;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Fit<'a> {
+    pub problem: &'a Problem,
     pub line: &'a LinearOrder,
     pub cost: &'a StageCost,
     pub levels: &'a [LevelCost],
     /// Determines in-flight counts; `workers` is an upper bound.
     pub flow: ScheduleFlow,
-    pub optimizer_state: f64,
-    pub zero: Zero,
-    pub in_place: bool,
 }
 
-/// Finds the best partition with any number of outermost units and all units of inner levels. Returns its value
-/// (microseconds or bytes), or `None` if nothing fits.
-pub fn fit(settings: &Fit<'_>, least: FitObjective) -> Option<(f64, Shape)> {
+/// Finds the best partition with any number of outermost units and all units of inner levels. `None` if
+/// nothing fits.
+pub fn fit(settings: &Fit<'_>, least: FitObjective) -> Option<Shape> {
     let outermost = settings.levels.len().checked_sub(1)?;
     let whole = settings.line.space.len() - 1;
     let is_line = (0..whole).all(|at| settings.line.space.nested(at, at + 1));
@@ -56,10 +55,7 @@ pub fn fit(settings: &Fit<'_>, least: FitObjective) -> Option<(f64, Shape)> {
     let table = &search.tables[&key];
     let value = |used: usize| table.first[used].value;
     let (best, used) = (1..=units).map(|used| (value(used), used)).min_by(|a, b| a.0.total_cmp(&b.0))?;
-    if !best.is_finite() {
-        return None;
-    }
-    Some((best, Shape { groups: search.groups(key, 0, used), is_flat: false }))
+    best.is_finite().then(|| Shape { groups: search.groups(key, 0, used), is_flat: false })
 }
 
 /// Steps of [`fit`] for this many cuts, in units of about ten nanoseconds.
@@ -167,27 +163,15 @@ impl FitSearch<'_> {
         let arena = Arena::always(Way::ALL.map(|way| own.arena.of(way)).into_iter().min().unwrap_or(0));
         let inside = MemoryTerms { inputs: 0, passed: 0, outputs: 0, sent: 0, arena, ..*own };
         let least = |replicas: u32, holdings: MemoryTerms| {
-            let alone = MemoryMultipliers {
-                in_flight: 1,
-                pending_weight_grads: 0,
-                versions: 1,
-                late: 0,
-                replicas,
-                recompute: false,
-                zero: self.settings.zero,
-                in_place: self.settings.in_place,
-                optimizer_state: self.settings.optimizer_state,
-                schedule: self.settings.flow.schedule,
-                // With more replicas, weight gradients may not be batched.
-                microbatches: 1,
-            };
+            // With more replicas, weight gradients may not be batched.
+            let alone = MemoryMultipliers { microbatches: 1, ..multiples_of_one(self.settings.problem, replicas) };
             holdings.held(&alone).total
         };
         // At inner levels a range is cut further, and the check happens there.
         self.settings.levels.len() == 1
             && least(1, inside) > within
             // With ZeRO, many replicas need the least memory.
-            && (self.settings.zero.level == 0 || least(MANY_REPLICAS, MemoryTerms { shared: 0, ..inside }) > within)
+            && (self.settings.problem.zero.level == 0 || least(MANY_REPLICAS, MemoryTerms { shared: 0, ..inside }) > within)
     }
 
     /// Microseconds (or bytes) of one unit for the range [from, end); infinity if it does not fit.
@@ -204,19 +188,7 @@ impl FitSearch<'_> {
         let in_flight = settings.flow.in_flight(position);
         let own = StageInFlight { replicas: copies, in_flight };
         let first = if from == 0 { First::Known(own) } else { First::Unknown };
-        let multiples = MemoryMultipliers {
-            in_flight,
-            pending_weight_grads: settings.flow.pending_weight_grads(position, in_flight),
-            versions: settings.flow.versions(own, first),
-            late: settings.flow.late(own, first),
-            replicas: copies,
-            recompute: false,
-            zero: settings.zero,
-            in_place: settings.in_place,
-            optimizer_state: settings.optimizer_state,
-            schedule: settings.flow.schedule,
-            microbatches: settings.flow.microbatches,
-        };
+        let multiples = multiples_at(settings.problem, &settings.flow, position, in_flight, first);
         let total = settings.line.holdings(from, end).held(&multiples).total;
         match self.least {
             FitObjective::Memory => total as f64,
@@ -241,16 +213,7 @@ impl FitSearch<'_> {
         if self.least == FitObjective::Memory || inner.is_infinite() {
             return inner;
         }
-        let space = &self.settings.line.space;
-        let part = StageRange {
-            is_first,
-            is_last: end + 1 == space.len(),
-            replicas: replicas as u32,
-            inner_us: inner,
-            weight_bytes: space.weights[end] - space.weights[from],
-            in_bytes: space.cut[from],
-            out_bytes: space.cut[end],
-        };
+        let part = self.settings.line.space.range(from, end, replicas as u32, is_first, inner);
         self.settings.cost.part_us(&self.settings.levels[level], &part)
     }
 
@@ -281,20 +244,18 @@ impl FitSearch<'_> {
 mod tests {
     use super::*;
     use crate::cluster::read::levels;
+    use crate::partition::search::downsets::DownSets;
     use crate::plan::gradient_buffers::GradientBuffers;
-    use crate::plan::problem::CostModel;
+    use crate::plan::problem::{CostModel, Target};
     use crate::plan::schedule::Schedule;
+    use crate::plan::stage_cost;
+    use crate::plan::zero::Zero;
     use crate::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 
     /// A chain of six ops, with parameters of these bytes, each used by a pair of ops.
     fn graph(params: &[(u32, u32, u64)]) -> CostGraph {
         let op = |id| OpCost { id, fwd_us: 1.0, bwd_us: 2.0, saved_bytes: 3, out_bytes: 8, ..OpCost::default() };
-        let tensor = |at| TensorCost {
-            name: String::new(),
-            producer: OpId(at),
-            bytes: 8,
-            consumers: if at < 5 { vec![OpId(at + 1)] } else { Vec::new() },
-        };
+        let tensor = |at: u32| TensorCost::new(at, 8, if at < 5 { &[at + 1] } else { &[] });
         let param = |&(one, other, bytes): &(u32, u32, u64)| {
             let mut users = vec![OpId(one), OpId(other)];
             users.dedup();
@@ -320,27 +281,17 @@ mod tests {
             pairs.flat_map(|pair| kinds.into_iter().flat_map(move |zero| [0.0, 2.0].map(|state| (pair, zero, state))))
         {
             let graph = graph(&[(one, other, 1000), (1, 1, 7), (4, 4, 300)]);
-            let line = LinearOrder::new(&graph, CostModel::Pipec, (0..6).collect(), (0..=6).collect(), passing);
+            let space = DownSets::chain(&graph, CostModel::Pipec, (0..6).collect(), (0..=6).collect());
+            let line = LinearOrder::over(&graph, space, passing);
             let flow = ScheduleFlow { schedule: Schedule::OneFOneB, microbatches: 4, chunks: 1, workers: 4, room: 0 };
-            let levels = [LevelCost { count: 4, bytes_per_us: 1.0, previous_count: 1 }];
-            let cost = StageCost { model: CostModel::Pipec, activation_compression: None };
-            let settings =
-                Fit { line: &line, cost: &cost, levels: &levels, flow, optimizer_state: state, zero, in_place: false };
+            let mut problem = Problem::new(graph, levels("4:1GB/s").unwrap(), CostModel::Pipec);
+            (problem.schedule, problem.microbatches) = (flow.schedule, flow.microbatches);
+            (problem.optimizer_state, problem.zero) = (state, zero);
+            problem.constraints.target = Some(Target::Torchtitan);
+            let (cost, levels) = (StageCost::of(&problem), stage_cost::levels(&problem.cluster));
+            let settings = Fit { problem: &problem, line: &line, cost: &cost, levels: &levels, flow };
             let held = |from: usize, end: usize, replicas: u32| {
-                let multiples = MemoryMultipliers {
-                    in_flight: 1,
-                    pending_weight_grads: 0,
-                    versions: 1,
-                    late: 0,
-                    replicas,
-                    recompute: false,
-                    zero,
-                    in_place: false,
-                    optimizer_state: state,
-                    schedule: Schedule::OneFOneB,
-                    microbatches: 4,
-                };
-                line.holdings(from, end).held(&multiples).total
+                line.holdings(from, end).held(&multiples_of_one(&problem, replicas)).total
             };
             let runs: Vec<(usize, usize)> =
                 (0..6).flat_map(|from| (from + 1..=6).map(move |end| (from, end))).collect();

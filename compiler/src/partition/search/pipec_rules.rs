@@ -26,7 +26,7 @@ use crate::partition::search::range_costs::RangeCosts;
 use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight::First;
-use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError, Target};
+use crate::plan::problem::{CostModel, Objective, Problem, ProblemError, Target};
 use crate::plan::schedule::PendingWeightGrads;
 use std::cell::Cell;
 
@@ -67,7 +67,7 @@ const MOST_PINNED: usize = 16;
 pub fn found(question: &SearchContext<'_>, baselines: &[PlanCandidate; 3]) -> Result<SearchResult, ProblemError> {
     let problem = question.problem;
     let rules = rules(question)?;
-    let mut search = Search { question, found: SearchResult::nothing() };
+    let mut search = Search { question, found: SearchResult::default() };
     let is_free = rules == [free(problem)] && problem.constraints.cut_after.is_none() && !keeps_modules(problem);
     if is_free {
         let fits = |candidate: &&PlanCandidate| candidate.fits;
@@ -104,28 +104,10 @@ fn rules(question: &SearchContext<'_>) -> Result<Vec<Rules>, ProblemError> {
     let constraints = &problem.constraints;
     let devices = problem.cluster.devices();
     let most_places = problem.graph.ops.len().min(devices as usize);
-    let caps = match &problem.in_flight {
-        InFlight::Given(caps) => Some(caps.clone()),
-        _ => None,
-    };
+    let caps = problem.in_flight.given().map(<[u32]>::to_vec);
     let pins = constraints::pinned(question.joined, &constraints.pins)?;
-    let cut = constraints.cut_after.as_ref().map(Vec::len).map(|cuts| cuts + 1);
     let replicas = constraints.replicas.clone();
-    let fixed = cut.or(replicas.as_ref().map(Vec::len)).or(caps.as_ref().map(Vec::len));
-    if let (Some(stages), Some(replicas)) = (fixed, replicas.as_ref().filter(|list| Some(list.len()) != fixed)) {
-        return Err(ProblemError::Disagree { cuts: stages - 1, stages, replicas: replicas.len() });
-    }
-    if let (Some(stages), Some(caps)) = (fixed, caps.as_ref().filter(|list| Some(list.len()) != fixed)) {
-        return Err(ProblemError::Caps { caps: caps.len(), stages });
-    }
-    if let Some(stages) = fixed {
-        if stages as u64 > u64::from(devices) {
-            return Err(ProblemError::TooManyReplicas { wanted: stages as u64, devices });
-        }
-        if stages > problem.graph.ops.len() {
-            return Err(ProblemError::TooManyStages { stages, ops: problem.graph.ops.len() });
-        }
-    }
+    let fixed = constraints::stages(problem)?;
     let most = constraints.most_stages.map(|most| most as usize);
     if let (Some(stages), Some(most)) = (fixed, most.filter(|most| fixed.is_some_and(|stages| stages > *most))) {
         return Err(ProblemError::Unmet {
@@ -176,11 +158,8 @@ impl Search<'_> {
         let orders = f64::from(orders);
         let (most, within) = if depth == Depth::Glance { (COARSE, GLANCE) } else { (MAX_PLACES, 2e7 * part(problem)) };
         let fine = largest((graph.ops.len() + 1).min(most), |places| effort(problem, rules, places) * orders <= within);
-        let fixed = match &problem.constraints.cut_after {
-            Some(names) => Some(constraints::resolve(graph, self.question.joined, names)?),
-            None => None,
-        };
-        if let Some((order, ends)) = fixed {
+        if let Some(names) = &problem.constraints.cut_after {
+            let (order, ends) = constraints::resolve(graph, self.question.joined, names)?;
             let space = DownSets::chain(graph, CostModel::Pipec, order, ends);
             self.within(&space, rules, &mut known, true);
             return Ok(());
@@ -411,6 +390,7 @@ impl AssumedPipelines {
                 return None;
             }
             Some(PlacementQuery {
+                problem,
                 places,
                 levels: &problem.cluster.levels,
                 fleet,
@@ -419,9 +399,6 @@ impl AssumedPipelines {
                 asked: build_plan::asked(problem),
                 flow: build_plan::flow(problem, exactly.unwrap_or(devices)),
                 first,
-                optimizer_state: problem.optimizer_state,
-                zero: problem.zero,
-                in_place: problem.reduces_in_place(),
                 memory_limit: problem.memory_limit.map(|limit| limit.0),
                 rules,
                 steps: 0,
@@ -455,10 +432,8 @@ pub fn blended(question: &SearchContext<'_>, counts: &ClassDp) -> Result<Option<
     if effort(most) > BLEND {
         return Ok(None);
     }
-    let fixed = match &problem.constraints.cut_after {
-        Some(names) => Some(constraints::resolve(graph, question.joined, names)?),
-        None => None,
-    };
+    let given = problem.constraints.cut_after.as_ref();
+    let fixed = given.map(|names| constraints::resolve(graph, question.joined, names)).transpose()?;
     let (space, is_whole) = match fixed {
         Some((order, ends)) => (DownSets::chain(graph, CostModel::Pipec, order, ends), true),
         None => match DownSets::grow(graph, CostModel::Paper, Growth::All, most).filter(|_| !keeps_modules(problem)) {

@@ -45,6 +45,7 @@ pub fn fullest(spots: &[build_plan::StagePosition], memory: &[StageMemory]) -> u
     held.into_values().max().unwrap_or(0)
 }
 
+#[derive(Default)]
 pub struct SearchResult {
     pub candidates: Vec<PlanCandidate>,
     pub states: u64,
@@ -59,18 +60,7 @@ pub struct SearchResult {
 
 impl SearchResult {
     pub fn of(candidate: PlanCandidate) -> SearchResult {
-        SearchResult { candidates: vec![candidate], states: 1, ..SearchResult::nothing() }
-    }
-
-    pub fn nothing() -> SearchResult {
-        SearchResult {
-            candidates: Vec::new(),
-            states: 0,
-            fallback: None,
-            proven_us: None,
-            bound_us: 0.0,
-            is_pressed: false,
-        }
+        SearchResult { candidates: vec![candidate], states: 1, ..SearchResult::default() }
     }
 }
 

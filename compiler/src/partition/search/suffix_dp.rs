@@ -183,11 +183,7 @@ impl PlacementQuery<'_> {
         let mut best = (f64::INFINITY, (0, 0));
         for layer in self.finals() {
             for w in self.widths().map(|w| w as usize) {
-                let value = if self.layers().is_some_and(|most| layer > most) {
-                    f64::INFINITY
-                } else {
-                    table.value(layer, 0, w)
-                };
+                let value = table.value(layer, 0, w);
                 if value < best.0 * (1.0 - 1e-12) || (best.0.is_infinite() && value.is_finite()) {
                     best = (value, (layer, w));
                 }
