@@ -15,7 +15,6 @@ use crate::partition::search::downsets::Growth;
 use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::partition::search::{interleaved, pipec_rules};
 use crate::plan::problem::{CostModel, ProblemError};
-use std::time::Duration;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Partitioner {
@@ -40,7 +39,6 @@ pub struct Request<'a> {
     pub question: &'a SearchContext<'a>,
     /// Single device, data parallelism, uniform pipeline.
     pub baselines: &'a [PlanCandidate; 3],
-    pub time_limit: Option<Duration>,
     /// True if constraints fix the stages.
     pub is_pinned: bool,
 }
@@ -148,7 +146,7 @@ fn milp(request: &Request<'_>) -> Result<SearchResult, ProblemError> {
     let known = request.default_search()?;
     match request.cannot_fit() {
         true => Ok(known),
-        false => milp::solve::refine(request.question, known, request.time_limit),
+        false => milp::solve::refine(request.question, known),
     }
 }
 

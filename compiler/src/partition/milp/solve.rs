@@ -52,12 +52,8 @@ struct Open<'a> {
     bound_us: f64,
 }
 
-/// Improves the known plans, whose candidates are kept. `longest` is a wall-clock limit.
-pub fn refine(
-    question: &SearchContext<'_>,
-    known: SearchResult,
-    longest: Option<Duration>,
-) -> Result<SearchResult, ProblemError> {
+/// Improves the known plans, whose candidates are kept.
+pub fn refine(question: &SearchContext<'_>, known: SearchResult) -> Result<SearchResult, ProblemError> {
     let problem = question.problem;
     if let Some(why) = unsuited(problem) {
         return Ok(left_alone(known, why));
@@ -110,10 +106,10 @@ pub fn refine(
         scope,
         best: None,
         best_us,
-        nodes: question.budget.unwrap_or(DEFAULT_NODES),
+        nodes: question.options.budget.unwrap_or(DEFAULT_NODES),
         used: 0,
         // Each program gets a part of the time, so that none can use all of it.
-        clock: longest.unwrap_or(LONGEST),
+        clock: question.options.time_limit.unwrap_or(LONGEST),
         ended: Ended::Proven,
     };
     let open = search.run(&choices);

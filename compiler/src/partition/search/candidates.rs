@@ -129,7 +129,7 @@ impl SearchContext<'_> {
                 shape = Some(far.shape);
             }
         }
-        let budget = self.budget.unwrap_or_else(|| {
+        let budget = self.options.budget.unwrap_or_else(|| {
             // On several levels the pruning is weaker.
             let most = if levels.len() > 1 { 2e9 } else { 4e9 };
             let affordable = |sets: usize| pipedream::effort(levels, sets).0 <= most;

@@ -5,9 +5,11 @@ use crate::partition::bounds::flush_bound::FlushBound;
 use crate::partition::bounds::lower_bound::slowest_op_us;
 use crate::partition::options::PlannerOptions;
 use crate::partition::search::build_plan;
+use crate::partition::search::context::SearchContext;
 use crate::partition::search::in_flight::ENOUGH;
 use crate::partition::search::numbers::same;
 use crate::partition::search::result::{PlanCandidate, SearchResult, baseline_times};
+use crate::partition::search::select::Simulated;
 use crate::partition::search::simulate_candidate::{LINKS, Played};
 use crate::plan::buckets;
 use crate::plan::check::error::PlanFault;
@@ -25,27 +27,28 @@ pub struct Statement<'a> {
     pub found: &'a SearchResult,
     /// Single device, data parallelism, uniform pipeline.
     pub baselines: &'a [PlanCandidate; 3],
-    pub options: &'a PlannerOptions<'a>,
     /// True if constraints fixed the stages, so that the partitioner had no choice.
     pub is_pinned: bool,
-    /// In-flight limits and simulated time of the chosen candidate.
-    pub played: &'a Played,
-    /// The problem over fused ops, as searched.
-    pub asked: &'a Problem,
     /// Notes on how the user's constraints were interpreted; they become warnings.
     pub notes: Vec<String>,
 }
 
 /// Builds and verifies the plan. A fault is a bug in the partitioner.
-pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'_>) -> Result<Plan, Vec<PlanFault>> {
-    let Statement { found, baselines, options, .. } = statement;
+pub fn finish(
+    question: &SearchContext<'_>,
+    best: &Simulated,
+    statement: &Statement<'_>,
+) -> Result<Plan, Vec<PlanFault>> {
+    let &SearchContext { full: problem, options, .. } = question;
+    let Simulated { candidate: chosen, played } = best;
+    let Statement { found, baselines, .. } = statement;
     let method = if statement.is_pinned { "pinned" } else { options.partitioner.name() };
     let mut warnings = statement.notes.clone();
     let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
-    let bound_us = bound_us(statement.asked, chosen, found);
-    let Played { caps, minibatch_us, held, warning, .. } = statement.played.clone();
+    let bound_us = bound_us(question.problem, chosen, found);
+    let Played { caps, minibatch_us, held, warning, .. } = played.clone();
     let (lower_bound_us, proven_optimal) =
-        certificate(statement.asked, chosen.minibatch_us, minibatch_us, bound_us, options.efficiency.is_some());
+        certificate(question.problem, chosen.minibatch_us, minibatch_us, bound_us, options.efficiency.is_some());
     if problem.schedule.is_custom() {
         warnings.push(
             "predicted times are estimates for a flush, not for this table; run `pipec simulate` for the table".into(),

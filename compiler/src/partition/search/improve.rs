@@ -17,15 +17,13 @@
 //! flight, less memory.
 
 use crate::partition::dp::nested_partition::Shape;
-use crate::partition::options::PlannerOptions;
 use crate::partition::search::build_plan::{self, StagePosition};
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::evaluate::{Evaluator, Stages};
 use crate::partition::search::linear_order;
 use crate::partition::search::range_costs::RangeCosts;
 use crate::partition::search::result::PlanCandidate;
-use crate::partition::search::select::plays;
-use crate::partition::search::simulate_candidate::Played;
+use crate::partition::search::select::{Simulated, plays};
 use crate::partition::search::starts::{Layout, Order, Starts};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
@@ -72,13 +70,6 @@ struct Freedom {
     limits: bool,
 }
 
-/// A simulated plan.
-#[derive(Clone)]
-pub struct Simulated {
-    pub candidate: PlanCandidate,
-    pub played: Played,
-}
-
 /// A layout as good as the fastest.
 #[derive(Clone)]
 struct Kept {
@@ -90,10 +81,7 @@ struct Kept {
 
 struct Climb<'a> {
     problem: &'a Problem,
-    /// The problem before ops were fused.
-    original: &'a Problem,
     context: &'a SearchContext<'a>,
-    options: &'a PlannerOptions<'a>,
     freedom: Freedom,
     orders: &'a [Order],
     evaluators: Vec<Evaluator<'a>>,
@@ -109,16 +97,14 @@ struct Climb<'a> {
 /// The best plan found from these, the best first, and the number of plans that were simulated, with one `part`-th of the
 /// work. `None` if nothing may be changed, or nothing is better.
 pub fn improve(
-    original: &Problem,
     context: &SearchContext<'_>,
-    options: &PlannerOptions<'_>,
     best: &Simulated,
     others: &[PlanCandidate],
     part: u64,
 ) -> (Option<Simulated>, u64) {
     let problem = context.problem;
     let constraints = &problem.constraints;
-    if constraints.cut_after.is_some() || !constraints.pins.is_empty() || !may_improve(problem, options) {
+    if constraints.cut_after.is_some() || !constraints.pins.is_empty() || !may_improve(context) {
         return (None, 0);
     }
     let is_given = constraints.replicas.is_some() || problem.in_flight.given().is_some();
@@ -150,10 +136,8 @@ pub fn improve(
         orders.iter().map(|order| RangeCosts::new(&problem.graph, &order.space, passing)).collect();
     let evaluators = orders.iter().zip(&costs).map(|(order, costs)| Evaluator::new(problem, &order.ops, costs));
     let mut climb = Climb {
-        original,
         problem,
         context,
-        options,
         freedom,
         orders: &orders,
         evaluators: evaluators.collect(),
@@ -169,10 +153,11 @@ pub fn improve(
 }
 
 /// True if plans of this problem are compared by their simulated times, and their cuts may change.
-pub fn may_improve(problem: &Problem, options: &PlannerOptions<'_>) -> bool {
+pub fn may_improve(context: &SearchContext<'_>) -> bool {
+    let problem = context.problem;
     let is_timed = problem.cost == CostModel::Pipec && problem.objective == Objective::Throughput;
     let is_cut = problem.chunks == 1 && problem.graph.ops.len() > 1 && !problem.schedule.is_custom();
-    is_timed && is_cut && options.efficiency.is_some()
+    is_timed && is_cut && context.options.efficiency.is_some()
 }
 
 impl Climb<'_> {
@@ -351,7 +336,7 @@ impl Climb<'_> {
     fn simulated(&self, kept: &Kept) -> Simulated {
         let (shape, spots) = (self.shape(&kept.layout), kept.spots.clone());
         let candidate = self.context.placed_with_limits("pipec", shape, spots, kept.caps.clone());
-        let played = plays(self.original, self.context, &candidate, self.options);
+        let played = plays(self.context, &candidate);
         Simulated { candidate, played }
     }
 

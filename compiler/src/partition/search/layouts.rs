@@ -16,7 +16,7 @@ use crate::partition::options::PlannerOptions;
 use crate::partition::planned::Planned;
 use crate::partition::search::balanced_cuts::Line;
 use crate::partition::search::build_plan::{self, HeldTerms, StagePosition};
-use crate::partition::search::context::{SearchContext, SearchLimits};
+use crate::partition::search::context::SearchContext;
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::search::interleaved::Counts;
 use crate::partition::search::module_boundaries::Borders;
@@ -387,7 +387,7 @@ impl<'a> Layouts<'a> {
     pub fn simulated(&self, layout: &Layout, options: &PlannerOptions<'_>) -> Option<f64> {
         let full = self.problem_of(self.problem, layout);
         let asked = self.joined.problem(&full);
-        let question = self.question(&asked, options);
+        let question = SearchContext::new(&full, &asked, &self.joined, options);
         let candidate = self.candidate(&question, layout).filter(|candidate| candidate.fits)?;
         let PlanCandidate { shape, spots, caps, pending_weight_grads, .. } = candidate;
         let shape = self.joined.spread(&shape);
@@ -400,15 +400,11 @@ impl<'a> Layouts<'a> {
         Some(short_us(&full, &shape, &spots, &caps).unwrap_or_else(estimate))
     }
 
-    fn question<'q>(&'q self, asked: &'q Problem, options: &PlannerOptions<'_>) -> SearchContext<'q> {
-        SearchContext { problem: asked, joined: &self.joined, budget: options.budget, among: SearchLimits::ALONE }
-    }
-
     /// The plan of a layout, with the best cuts found.
     pub fn plan(&self, layout: &Layout, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
         let full = self.problem_of(self.problem, layout);
         let asked = self.joined.problem(&full);
-        let question = self.question(&asked, options);
+        let question = SearchContext::new(&full, &asked, &self.joined, options);
         let baselines = question.baselines();
         let mut pinned = asked.clone().into_owned();
         pinned.constraints.replicas = Some(vec![layout.replicas; (layout.ranks * layout.chunks) as usize]);
@@ -426,7 +422,7 @@ impl<'a> Layouts<'a> {
         };
         let chosen = found.candidates.remove(at);
         (found.fallback, found.proven_us, found.bound_us) = (None, None, finish_plan::spread(&asked));
-        let mut planned = conclude(&full, &question, options, Answer { found, chosen, baselines })?;
+        let mut planned = conclude(&question, Answer { found, chosen, baselines })?;
         planned.set_idle(&full);
         Ok(planned)
     }

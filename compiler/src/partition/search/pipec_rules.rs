@@ -427,7 +427,7 @@ pub fn blended(question: &SearchContext<'_>, counts: &ClassDp) -> Result<Option<
         let one = |rules: &Rules| counts.effort(sets, rules.stages.or(rules.most_stages).unwrap_or(1));
         tables * numbers.list.len() as f64 * rules.iter().map(one).sum::<f64>()
     };
-    let budget = question.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
+    let budget = question.options.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
     let most = largest(budget, |sets| effort(sets) <= BLEND);
     if effort(most) > BLEND {
         return Ok(None);
@@ -490,7 +490,7 @@ pub fn blended(question: &SearchContext<'_>, counts: &ClassDp) -> Result<Option<
 
 /// Largest number of down-sets that may be searched.
 fn affordable(question: &SearchContext<'_>, rules: &[Rules]) -> usize {
-    let budget = question.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
+    let budget = question.options.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
     let orders = f64::from(question.among.orders);
     largest(budget, |sets| effort(question.problem, rules, sets) * orders <= 1e8 * part(question.problem))
 }
