@@ -12,6 +12,7 @@
 //! it is distributed over threads, so the result does not depend on their number.
 
 mod attempts;
+mod too_large;
 mod variants;
 
 use crate::costs::{COSTS, Costs};
@@ -25,7 +26,6 @@ use crate::plan::interruptible::mark_interrupted;
 use crate::plan::parallel::in_parallel;
 use crate::plan::request::{GAP, PlanRequest, ScheduleChoice};
 use crate::plan::result::{Alternative, Losses, PlanResult, Tried, TriedPlan, of_each_kind};
-use crate::plan::scope::Scope;
 use crate::plan::tensor_parallel::{GroupLayout, TensorParallel};
 use crate::plan::tied_weights;
 use crate::plan::variant::{MOST_OPS, SizedCosts, Variant};
@@ -184,15 +184,6 @@ impl Search<'_> {
         self.zero.fastest(self.request.options.target)
     }
 
-    fn scope(&self) -> Scope<'_> {
-        Scope {
-            file: &self.request.model,
-            schedules: &self.schedules,
-            zero: self.zero.least(self.request.options.target),
-            chunks: self.request.options.chunks,
-        }
-    }
-
     fn tried(&self, one: &Ranked) -> Tried {
         let variant = &self.variants[one.variant];
         let LayoutEstimate { layout, peak_bytes, busy_us, recompute_us, .. } = one.estimate;
@@ -345,7 +336,7 @@ impl Search<'_> {
         let best = (!accepted.is_empty()).then(|| accepted.swap_remove(with_room.unwrap_or(0)));
         let Some((_, _, variant, mut planned)) = best else {
             let is_too_large = failure.as_ref().is_some_and(|(_, error)| is_infeasible(error));
-            return Err(match (self.scope().too_large(&self.variants).filter(|_| is_too_large), failure) {
+            return Err(match (self.too_large().filter(|_| is_too_large), failure) {
                 (Some(error), _) => error,
                 (None, Some((schedule, error))) => describe(&self.request.model, error, schedule),
                 (None, None) => Error::bug("no configuration was tried"),
@@ -358,7 +349,7 @@ impl Search<'_> {
             .iter()
             .for_each(|note| self.events.note(note));
         tried.extend(simulated.iter().map(|one| self.tried(one)));
-        let too_large = self.scope().too_large_kinds(&self.variants);
+        let too_large = self.too_large_kinds();
         let untrainable = self.state(variant, &mut planned);
         if self.events.stops() {
             mark_interrupted(&mut planned.plan);

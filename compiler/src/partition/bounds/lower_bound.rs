@@ -163,40 +163,10 @@ mod tests {
     use super::*;
     use crate::cluster::read::levels;
     use crate::partition::bounds::random::Random;
+    use crate::partition::bounds::random_graph::graph;
     use crate::partition::options::PlannerOptions;
     use crate::partition::partitioners::Partitioner;
     use crate::partition::planner::plan;
-    use crate::profile::cost_graph::{CostGraph, OpId, TensorCost};
-
-    /// Random branches with skip connections; some outputs are unread.
-    fn graph(random: &mut Random) -> CostGraph {
-        let ops = 3 + random.below(8) as u32;
-        let mut readers: Vec<Vec<OpId>> = vec![Vec::new(); ops as usize];
-        for to in 1..ops {
-            for _ in 0..1 + random.below(5) / 3 {
-                let back = if random.below(2) == 0 { 1 } else { 1 + random.below(u64::from(to)) as u32 };
-                let from = (to - back) as usize;
-                if random.below(9) > 0 && readers[from].last() != Some(&OpId(to)) {
-                    readers[from].push(OpId(to));
-                }
-            }
-        }
-        let mut graph = CostGraph::default();
-        for (id, consumers) in readers.into_iter().enumerate() {
-            let heavy = random.below(4) == 0;
-            graph.ops.push(OpCost {
-                id: id as u32,
-                name: format!("op{id}"),
-                fwd_us: random.below(1000) as f64,
-                param_bytes: random.below(if heavy { 3_000_000 } else { 10_000 }),
-                out_bytes: 100_000 * random.below(4),
-                ..OpCost::default()
-            });
-            let (name, bytes) = (format!("t{id}"), graph.ops[id].out_bytes);
-            graph.tensors.push(TensorCost { name, producer: OpId(id as u32), bytes, consumers });
-        }
-        graph
-    }
 
     fn problem(seed: u64) -> Problem {
         let mut random = Random(seed);

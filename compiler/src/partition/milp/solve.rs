@@ -11,11 +11,9 @@
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::milp::formulation::{Formulation, Scope};
 use crate::partition::milp::order::Order;
-use crate::partition::milp::replica_choices;
-use crate::partition::milp::replica_choices::{Choice, MOST_CHOICES, choices};
+use crate::partition::milp::replica_choices::{self, Choice, MOST_CHOICES, choices};
 use crate::partition::milp::solver::{self, Ended, Limits};
-use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::StagePosition;
+use crate::partition::search::build_plan::{self, StagePosition};
 use crate::partition::search::constraints;
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::result::{PlanCandidate, SearchResult};

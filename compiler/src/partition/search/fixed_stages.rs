@@ -10,8 +10,7 @@
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::search::downsets::DownSets;
 use crate::partition::search::fused_graph::FusedGraph;
-use crate::partition::search::linear_order;
-use crate::partition::search::linear_order::LinearOrder;
+use crate::partition::search::linear_order::{self, LinearOrder};
 use crate::partition::search::numbers::largest;
 use crate::partition::search::{build_plan, constraints, linear_search};
 use crate::plan::gradient_buffers::GradientBuffers;

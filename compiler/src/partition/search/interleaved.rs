@@ -6,8 +6,7 @@
 //! and the plan says so.
 
 use crate::partition::search::balanced_cuts::Line;
-use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::{Recompute, StagePosition};
+use crate::partition::search::build_plan::{self, Recompute, StagePosition};
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::module_boundaries::Borders;
 use crate::partition::search::result::{PlanCandidate, SearchResult};

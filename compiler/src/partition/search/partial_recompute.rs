@@ -5,8 +5,7 @@
 //! by one stay whole. The number is found by bisection between one that does not fit and one that does.
 
 use crate::partition::dp::nested_partition::Shape;
-use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::{HeldTerms, Recompute, StagePosition};
+use crate::partition::search::build_plan::{self, HeldTerms, Recompute, StagePosition};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::Problem;
 use crate::profile::recompute_scope::{RecomputeCosts, RecomputeScope, RecomputeTerms};

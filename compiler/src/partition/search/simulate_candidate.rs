@@ -9,10 +9,8 @@
 //! ```
 
 use crate::partition::dp::nested_partition::Shape;
-use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::StagePosition;
-use crate::partition::search::in_flight;
-use crate::partition::search::in_flight::Efficiency;
+use crate::partition::search::build_plan::{self, StagePosition};
+use crate::partition::search::in_flight::{self, Efficiency};
 use crate::plan::problem::{CostModel, InFlight, Problem};
 use crate::plan::schedule::{Schedule, UpdateRule};
 use crate::plan::{Edge, Stage, StageMemory};
