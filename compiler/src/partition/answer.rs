@@ -6,15 +6,15 @@ use crate::partition::explain::infeasible;
 use crate::partition::partitioners::{Partitioner, Request};
 use crate::partition::planned::{ComparedPlan, Planned};
 use crate::partition::search::context::SearchContext;
-use crate::partition::search::finish_plan::{self, Statement};
+use crate::partition::search::finish_plan;
 use crate::partition::search::improve::improve;
 use crate::partition::search::memory_dp::FitObjective;
 use crate::partition::search::numbers::same;
-use crate::partition::search::result::{PlanCandidate, SearchResult, order};
+use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::partition::search::select::{
     Simulated, best, candidates_without_limit, play_baselines, with_less_recompute,
 };
-use crate::partition::search::{constraints, interleaved, pipec_rules, replica_search};
+use crate::partition::search::{interleaved, pipec_rules, replica_search};
 use crate::plan::problem::{CostModel, Problem};
 use crate::plan::stage_cost;
 
@@ -55,13 +55,10 @@ pub fn without_bound(question: &SearchContext<'_>, baselines: [PlanCandidate; 3]
     if is_ours && has_missed && question.among.is_alone() && !problem.constraints.no_replication {
         add_candidates_without_replication(question, &baselines, &mut found);
     }
-    found.candidates.sort_by(|left, right| order(problem.objective, left, right));
-    let best = found.candidates.iter().position(|candidate| candidate.fits);
-    let Some(at) = best else {
+    let Some(chosen) = found.take_best(problem.objective) else {
         let error = infeasible(question, &found, is_pinned);
         return Err(Refused { error, bound_us: found.proven_us.unwrap_or(0.0) });
     };
-    let chosen = found.candidates.remove(at);
     let is_simulated = options.partitioner == Partitioner::Pipec && options.efficiency.is_some();
     if is_simulated && found.is_pressed && question.among.is_alone() {
         let more = candidates_without_limit(question, &mut found.states);
@@ -88,8 +85,7 @@ fn add_candidates_without_replication(
         _ => interleaved::found(&narrower),
     };
     let Ok(more) = more else { return };
-    let fitting = more.candidates.iter().filter(|candidate| candidate.fits);
-    let best_us = fitting.map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
+    let best_us = more.fastest_us();
     // The proof covers all plans, unless one of the new ones is faster.
     found.proven_us = found.proven_us.filter(|proven_us| *proven_us <= best_us);
     found.states += more.states;
@@ -106,14 +102,8 @@ pub fn conclude(question: &SearchContext<'_>, answer: Answer) -> Result<Planned,
     if !options.without_baselines {
         play_baselines(question, &mut baselines, best.played.minibatch_us);
     }
-    let names = full.constraints.cut_after.as_deref().unwrap_or_default();
-    let statement = Statement {
-        found: &found,
-        baselines: &baselines,
-        is_pinned: is_pinned(full) && options.partitioner != Partitioner::Milp,
-        notes: constraints::moved(question.joined, names),
-    };
-    let plan = finish_plan::finish(question, &best, &statement).map_err(PlanError::Unsound)?;
+    let is_pinned = is_pinned(full) && options.partitioner != Partitioner::Milp;
+    let plan = finish_plan::finish(question, &best, &found, &baselines, is_pinned).map_err(PlanError::Unsound)?;
     let rest = found.candidates.iter().chain(&baselines);
     let compared = std::iter::once(&best.candidate).chain(rest).map(ComparedPlan::of).collect();
     Ok(Planned { plan, compared })

@@ -52,9 +52,7 @@ impl SearchContext<'_> {
         let bounds = Bounds::of(problem);
         let mut is_proven = true;
         for (levels, is_flat) in &searches {
-            let known = found.candidates.iter().filter(|candidate| candidate.fits);
-            let best_us = known.map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
-            let searched = self.search(levels, growth, is_ours, &bounds, best_us);
+            let searched = self.search(levels, growth, is_ours, &bounds, found.fastest_us());
             found.states += searched.states;
             found.fallback = found.fallback.take().or(searched.fallback);
             found.candidates.extend(searched.shapes.into_iter().map(|mut shape| {

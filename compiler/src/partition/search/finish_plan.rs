@@ -5,6 +5,7 @@ use crate::partition::bounds::flush_bound::FlushBound;
 use crate::partition::bounds::lower_bound::slowest_op_us;
 use crate::partition::options::PlannerOptions;
 use crate::partition::search::build_plan;
+use crate::partition::search::constraints;
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::in_flight::ENOUGH;
 use crate::partition::search::numbers::same;
@@ -23,27 +24,22 @@ use crate::profile::precision::Precision;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-pub struct Statement<'a> {
-    pub found: &'a SearchResult,
-    /// Single device, data parallelism, uniform pipeline.
-    pub baselines: &'a [PlanCandidate; 3],
-    /// True if constraints fixed the stages, so that the partitioner had no choice.
-    pub is_pinned: bool,
-    /// Notes on how the user's constraints were interpreted; they become warnings.
-    pub notes: Vec<String>,
-}
-
 /// Builds and verifies the plan. A fault is a bug in the partitioner.
+///
+/// `found` are the other candidates, `baselines` single device, data parallelism and uniform pipeline. `is_pinned` is true if
+/// constraints fixed the stages, so that the partitioner had no choice.
 pub fn finish(
     question: &SearchContext<'_>,
     best: &Simulated,
-    statement: &Statement<'_>,
+    found: &SearchResult,
+    baselines: &[PlanCandidate; 3],
+    is_pinned: bool,
 ) -> Result<Plan, Vec<PlanFault>> {
     let &SearchContext { full: problem, options, .. } = question;
     let Simulated { candidate: chosen, played } = best;
-    let Statement { found, baselines, .. } = statement;
-    let method = if statement.is_pinned { "pinned" } else { options.partitioner.name() };
-    let mut warnings = statement.notes.clone();
+    let method = if is_pinned { "pinned" } else { options.partitioner.name() };
+    let names = problem.constraints.cut_after.as_deref().unwrap_or_default();
+    let mut warnings = constraints::moved(question.joined, names);
     let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
     let bound_us = bound_us(question.problem, chosen, found);
     let Played { caps, minibatch_us, held, warning, .. } = played.clone();

@@ -20,7 +20,7 @@ use crate::partition::search::context::SearchContext;
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::search::interleaved::Counts;
 use crate::partition::search::module_boundaries::Borders;
-use crate::partition::search::result::{PlanCandidate, SearchResult, order};
+use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::partition::search::simulate_candidate::short_us;
 use crate::partition::search::{finish_plan, interleaved, linear_search, partial_recompute, pipec_rules};
 use crate::plan::Edge;
@@ -416,11 +416,9 @@ impl<'a> Layouts<'a> {
         let mut found = found.unwrap_or_else(|_| SearchResult::default());
         found.candidates.extend(self.candidate(&question, layout));
         found.candidates.retain(|candidate| candidate.name == "pipec");
-        found.candidates.sort_by(|left, right| order(full.objective, left, right));
-        let Some(at) = found.candidates.iter().position(|candidate| candidate.fits) else {
+        let Some(chosen) = found.take_best(full.objective) else {
             return Err(infeasible::error(&question, &found.candidates));
         };
-        let chosen = found.candidates.remove(at);
         (found.fallback, found.proven_us, found.bound_us) = (None, None, finish_plan::spread(&asked));
         let mut planned = conclude(&question, Answer { found, chosen, baselines })?;
         planned.set_idle(&full);

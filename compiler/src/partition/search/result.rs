@@ -59,6 +59,19 @@ pub struct SearchResult {
 }
 
 impl SearchResult {
+    /// Takes the best candidate that fits. The others stay, in order.
+    pub fn take_best(&mut self, objective: Objective) -> Option<PlanCandidate> {
+        self.candidates.sort_by(|left, right| order(objective, left, right));
+        let at = self.candidates.iter().position(|candidate| candidate.fits)?;
+        Some(self.candidates.remove(at))
+    }
+
+    /// The time of the fastest candidate that fits; infinite if none does.
+    pub fn fastest_us(&self) -> f64 {
+        let fitting = self.candidates.iter().filter(|candidate| candidate.fits);
+        fitting.map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min)
+    }
+
     pub fn of(candidate: PlanCandidate) -> SearchResult {
         SearchResult { candidates: vec![candidate], states: 1, ..SearchResult::default() }
     }
