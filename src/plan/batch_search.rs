@@ -124,9 +124,7 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
 fn validate(request: &PlanRequest) -> Result<(), Error> {
     let options = &request.options;
     options.zero().validate(!options.is_inference(), options.target)?;
-    let refused = |flag: &str, why: &str| {
-        Err(Error::input(format!("`{flag}` cannot be combined with `--schedule auto`")).because(why))
-    };
+    let refused = |flag: &str, why: &str| Err(Error::conflict(flag, "`--schedule auto`").because(why));
     match (&options.schedule, request.batch) {
         (Some(ScheduleChoice::Auto), _) if options.objective == Objective::Latency => {
             refused("--objective latency", "it is for inference pipelines")
@@ -140,11 +138,9 @@ fn validate(request: &PlanRequest) -> Result<(), Error> {
             let both = request.micro_batch.filter(|_| options.microbatches > 1);
             let product = both.map(|size| size.saturating_mul(options.microbatches.into()));
             match given {
-                _ if options.is_inference() => {
-                    Err(Error::input("`--batch` cannot be combined with a plan for inference")
-                        .because("inference has no minibatches")
-                        .with_help("use `--micro-batch` to set the samples per inference"))
-                }
+                _ if options.is_inference() => Err(Error::conflict("--batch", "a plan for inference")
+                    .because("inference has no minibatches")
+                    .with_help("use `--micro-batch` to set the samples per inference")),
                 _ if product.is_some_and(|product| product != batch) => Err(Error::input(format!(
                     "`--batch {batch}` does not match `--micro-batch {}` and `--microbatches {}`",
                     both.unwrap_or(1),
@@ -204,7 +200,6 @@ struct Sized {
     shared: Vec<TensorParallelCosts>,
 }
 
-/// The best plan so far.
 struct Best {
     score: f64,
     planned: Planned,

@@ -22,7 +22,6 @@ const MOST_BYTES: u64 = 256 << 20;
 const PROGRAM_HELP: &str =
     "`pipec simulate PLAN --programs FILE.json` writes one, `pipec schema program` prints the format";
 
-/// A custom schedule.
 #[derive(Clone, Debug)]
 pub enum CustomSchedule {
     /// A row for each rank, for one minibatch.
@@ -31,7 +30,6 @@ pub enum CustomSchedule {
     Program(Box<Program>),
 }
 
-/// Reads a custom schedule.
 pub fn read(path: Option<&Path>) -> Result<Option<CustomSchedule>, Error> {
     let Some(path) = path else { return Ok(None) };
     let text = input::text(path, MOST_BYTES)?;

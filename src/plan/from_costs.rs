@@ -189,27 +189,20 @@ pub fn problem(
     }
     let microbatches = options.microbatches;
     if microbatches > 1 && !problem.schedule.trains() {
-        return Err(Error::input(format!(
-            "`--microbatches {microbatches}` cannot be combined with a plan for inference"
-        ))
-        .because("inference has no minibatches")
-        .with_help("use `--micro-batch` to set the samples per inference"));
+        return Err(Error::conflict(format!("--microbatches {microbatches}"), "a plan for inference")
+            .because("inference has no minibatches")
+            .with_help("use `--micro-batch` to set the samples per inference"));
     }
     if microbatches > 1 && problem.schedule.is_round_robin() {
         let kind = problem.schedule.name();
-        return Err(Error::input(format!(
-            "`--microbatches {microbatches}` cannot be combined with `--schedule {kind}`"
-        ))
-        .because("it does not split minibatches into micro-batches")
-        .with_help("use `--schedule 2bw` (no flush) or `--schedule 1f1b` (with a flush)"));
+        return Err(Error::conflict(format!("--microbatches {microbatches}"), format!("`--schedule {kind}`"))
+            .because("it does not split minibatches into micro-batches")
+            .with_help("use `--schedule 2bw` (no flush) or `--schedule 1f1b` (with a flush)"));
     }
     if matches!(options.in_flight, InFlight::Given(_)) && !problem.schedule.takes_caps() {
-        return Err(Error::input(format!(
-            "`--in-flight` cannot be combined with `--schedule {}`",
-            problem.schedule.name()
-        ))
-        .because("the schedule sets the number of in-flight micro-batches")
-        .with_help("use `--schedule 1f1b`, which supports in-flight limits"));
+        return Err(Error::conflict("--in-flight", format!("`--schedule {}`", problem.schedule.name()))
+            .because("the schedule sets the number of in-flight micro-batches")
+            .with_help("use `--schedule 1f1b`, which supports in-flight limits"));
     }
     // The default, 1, agrees with every custom schedule.
     let given = Some(microbatches).filter(|given| *given > 1);

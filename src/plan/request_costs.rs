@@ -64,7 +64,6 @@ fn profiled(times: &Times) -> Option<u64> {
     }
 }
 
-/// The costs of a request.
 pub fn costs(request: &PlanRequest, events: &dyn EventSink) -> Result<Costs, Error> {
     match CostsBySize::open(request, events)? {
         CostsBySize::Published(costs) => Ok(*costs),
@@ -116,7 +115,6 @@ impl CostsBySize {
         }
     }
 
-    /// The devices.
     pub fn cluster(&self) -> &Cluster {
         match self {
             CostsBySize::Published(costs) => &costs.cluster,
@@ -164,9 +162,7 @@ impl ImportedCosts {
 fn published(request: &PlanRequest) -> Result<Costs, Error> {
     let flags = [("--profile", request.costs != CostInput::default()), ("--loss", request.loss.is_some())];
     if let Some((flag, _)) = flags.into_iter().find(|(_, is_given)| *is_given) {
-        return Err(Error::input(format!(
-            "`{flag}` cannot be combined with `--from pipedream`: the file has its own costs"
-        )));
+        return Err(Error::conflict(flag, "`--from pipedream`: the file has its own costs"));
     }
     let cluster = cluster::cluster(&request.cluster, None)?;
     let micro_batch = request.micro_batch.unwrap_or(1);
@@ -218,7 +214,7 @@ fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<ImportedCos
 fn counted(request: &PlanRequest, times: &Times) -> Result<CountedLoss, Error> {
     let (requested, is_inference) = (request.loss, request.options.is_inference());
     if is_inference && requested.is_some_and(|loss| loss != CountedLoss::None) {
-        return Err(Error::input("`--loss` cannot be combined with a plan for inference").because("nothing is trained"));
+        return Err(Error::conflict("--loss", "a plan for inference").because("nothing is trained"));
     }
     let Times::Profile(path, _, profile) = times else {
         return Ok(requested.unwrap_or(if is_inference { CountedLoss::None } else { CountedLoss::Default }));

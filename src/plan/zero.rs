@@ -9,10 +9,8 @@ use compiler::partition::search::zero::least;
 use compiler::plan::problem::{Problem, Target};
 use compiler::plan::zero::{MOST, Zero};
 
-/// The ZeRO stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ZeroStage {
-    /// This one.
     Given(Zero),
     /// The lowest stage with which the best plan fits.
     Auto,
@@ -23,7 +21,7 @@ impl ZeroStage {
     pub fn validate(self, trains: bool, target: Option<Target>) -> Result<(), Error> {
         let zero = self.zero();
         if zero.level > 0 && !trains {
-            return Err(Error::input(format!("`--zero {zero}` cannot be combined with `--schedule inference`"))
+            return Err(Error::conflict(format!("--zero {zero}"), "`--schedule inference`")
                 .because("ZeRO shards gradients and optimizer state, which inference does not have")
                 .with_help("omit it"));
         }
@@ -31,7 +29,7 @@ impl ZeroStage {
             let most = zero.level.min(target.map_or(MOST, Target::most_zero));
             let flag = target
                 .map_or("a plan for pipec's runtime".to_string(), |target| format!("`--target {}`", target.name()));
-            return Err(Error::input(format!("`--zero {zero}` cannot be combined with {flag}"))
+            return Err(Error::conflict(format!("--zero {zero}"), flag)
                 .because("groups of replicas shard in torchtitan, and in Megatron-LM at ZeRO 1")
                 .with_help(format!("use `--zero {most}`, or `--target torchtitan`")));
         }
@@ -67,7 +65,6 @@ impl ZeroStage {
         if may_group { Zero { degree: 2, ..least } } else { least }
     }
 
-    /// Makes the plan.
     pub fn plan(self, problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
         let mut planned = match self {
             ZeroStage::Auto => least(problem, &self.kinds(problem), options)?,

@@ -14,7 +14,7 @@ use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::partition::search::select::{
     Simulated, best, candidates_without_limit, play_baselines, with_less_recompute,
 };
-use crate::partition::search::{interleaved, pipec_rules, replica_search};
+use crate::partition::search::{pipec_rules, replica_search};
 use crate::plan::problem::{CostModel, Problem};
 use crate::plan::stage_cost;
 
@@ -79,12 +79,7 @@ fn add_candidates_without_replication(
 ) {
     let mut narrower = question.problem.clone();
     narrower.constraints.no_replication = true;
-    let narrower = question.about(&narrower);
-    let more = match narrower.problem.chunks {
-        1 => pipec_rules::found(&narrower, baselines),
-        _ => interleaved::found(&narrower),
-    };
-    let Ok(more) = more else { return };
+    let Ok(more) = pipec_rules::found(&question.about(&narrower), baselines) else { return };
     let best_us = more.fastest_us();
     // The proof covers all plans, unless one of the new ones is faster.
     found.proven_us = found.proven_us.filter(|proven_us| *proven_us <= best_us);

@@ -12,8 +12,8 @@ use crate::partition::bounds::min_memory;
 use crate::partition::milp;
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::downsets::Growth;
+use crate::partition::search::pipec_rules;
 use crate::partition::search::result::{PlanCandidate, SearchResult};
-use crate::partition::search::{interleaved, pipec_rules};
 use crate::plan::problem::{CostModel, ProblemError};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -65,7 +65,12 @@ pub struct Row {
 }
 
 const TABLE: [Row; 7] = [
-    Row { partitioner: Partitioner::Pipec, name: "pipec", orders: OrderSearch::Tables, find: pipec },
+    Row {
+        partitioner: Partitioner::Pipec,
+        name: "pipec",
+        orders: OrderSearch::Tables,
+        find: |request| request.default_search(),
+    },
     Row { partitioner: Partitioner::Pipedream, name: "pipedream", orders: OrderSearch::Complete, find: pipedream },
     Row { partitioner: Partitioner::Milp, name: "milp", orders: OrderSearch::Complete, find: milp },
     Row { partitioner: Partitioner::Exhaustive, name: "exhaustive", orders: OrderSearch::All, find: exhaustive },
@@ -125,13 +130,6 @@ impl Request<'_> {
     fn cannot_fit(&self) -> bool {
         let problem = self.question.problem;
         !problem.cluster.is_mixed() && min_memory::proves_none(problem)
-    }
-}
-
-fn pipec(request: &Request<'_>) -> Result<SearchResult, ProblemError> {
-    match request.question.problem.chunks {
-        1 => request.default_search(),
-        _ => interleaved::found(request.question),
     }
 }
 

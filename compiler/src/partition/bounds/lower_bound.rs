@@ -80,7 +80,7 @@ impl Bounds<'_> {
         }
         let bottleneck = BottleneckSearch::new(&self.cut_space, &self.cost, levels, STEPS);
         // Feasibility is only exact up to rounding.
-        low.max(bottleneck.narrow(low, known_us, |us| us).low_us * (1.0 - 1e-8))
+        low.max(bottleneck.narrow(low, known_us).low_us * (1.0 - 1e-8))
     }
 
     /// Lower bound on every plan for the problem's cluster.

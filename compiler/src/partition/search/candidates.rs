@@ -29,11 +29,10 @@ const MOST_MOVED: usize = 1500;
 impl SearchContext<'_> {
     pub fn baselines(&self) -> [PlanCandidate; 3] {
         let (graph, cluster) = (&self.problem.graph, &self.problem.cluster);
-        let order: Vec<u32> = (0..graph.ops.len() as u32).collect();
         [
             self.candidate("single", single(graph.ops.len(), cluster)),
             self.candidate("data-parallel", data_parallel(graph.ops.len(), cluster)),
-            self.candidate("uniform", uniform(graph, cluster, &order)),
+            self.candidate("uniform", uniform(graph, cluster)),
         ]
     }
 
@@ -50,15 +49,13 @@ impl SearchContext<'_> {
             searches.push((stage_cost::levels(&problem.cluster.flattened()), true));
         }
         let bounds = Bounds::of(problem);
+        let priced = |shape: Shape, is_flat: bool| self.candidate(name, Shape { is_flat, ..shape });
         let mut is_proven = true;
         for (levels, is_flat) in &searches {
             let searched = self.search(levels, growth, is_ours, &bounds, found.fastest_us());
             found.states += searched.states;
             found.fallback = found.fallback.take().or(searched.fallback);
-            found.candidates.extend(searched.shapes.into_iter().map(|mut shape| {
-                shape.is_flat = *is_flat;
-                self.candidate(name, shape)
-            }));
+            found.candidates.extend(searched.shapes.into_iter().map(|shape| priced(shape, *is_flat)));
             is_proven &= searched.is_proven;
             found.bound_us = found.bound_us.min(searched.bound_us);
         }
@@ -77,10 +74,8 @@ impl SearchContext<'_> {
         for least in [FitObjective::Time { within }, FitObjective::Memory] {
             if if least == FitObjective::Memory { wants_memory || !fits(&found) } else { !wants_memory && !fitted } {
                 for (levels, is_flat) in &searches {
-                    found.candidates.extend(self.fitting(levels, least).into_iter().map(|mut shape| {
-                        shape.is_flat = *is_flat;
-                        self.candidate(name, shape)
-                    }));
+                    let shapes = self.fitting(levels, least).into_iter();
+                    found.candidates.extend(shapes.map(|shape| priced(shape, *is_flat)));
                 }
             }
         }

@@ -406,39 +406,32 @@ impl Climb<'_> {
     }
 
     /// A layout with other replicas: with the same cuts, and with balanced ones.
-    fn push_with(&self, layout: &Layout, ends: Option<Vec<usize>>, replicas: Vec<u32>, moves: &mut Vec<Stages>) {
+    fn push_with(&self, layout: &Layout, ends: Vec<usize>, replicas: Vec<u32>, moves: &mut Vec<Stages>) {
         let more = vec![layout.stages.more.iter().copied().max().unwrap_or(0); replicas.len()];
         let of = |ends: Vec<usize>| Stages { ends, replicas: replicas.clone(), firsts: None, more: more.clone() };
-        if let Some(ends) = ends {
-            moves.push(of(ends));
-        }
-        let order = &self.orders[layout.order].ops;
-        let ends = linear_order::balanced(&self.problem.graph, order, &replicas);
-        if ends.len() == replicas.len() + 1 {
-            moves.push(of(ends));
+        let balanced = linear_order::balanced(&self.problem.graph, &self.orders[layout.order].ops, &replicas);
+        moves.push(of(ends));
+        if balanced.len() == replicas.len() + 1 {
+            moves.push(of(balanced));
         }
     }
 
     fn device_moves(&self, layout: &Layout, moves: &mut Vec<Stages>) {
-        let idle = self.idle(layout);
-        let stages = layout.stages.replicas.len();
-        for to in 0..stages {
-            let mut replicas = layout.stages.replicas.clone();
-            replicas[to] += 1;
-            if idle > 0 {
-                self.push_with(layout, Some(layout.stages.ends.clone()), replicas.clone(), moves);
+        let own = &layout.stages.replicas;
+        let mut push = |to: Option<usize>, from: Option<usize>| {
+            let mut replicas = own.clone();
+            to.into_iter().for_each(|to| replicas[to] += 1);
+            from.into_iter().for_each(|from| replicas[from] -= 1);
+            self.push_with(layout, layout.stages.ends.clone(), replicas, moves);
+        };
+        let givers = || (0..own.len()).filter(|from| own[*from] > 1);
+        for to in 0..own.len() {
+            if self.idle(layout) > 0 {
+                push(Some(to), None);
             }
-            for from in (0..stages).filter(|from| *from != to && layout.stages.replicas[*from] > 1) {
-                let mut replicas = replicas.clone();
-                replicas[from] -= 1;
-                self.push_with(layout, Some(layout.stages.ends.clone()), replicas, moves);
-            }
+            givers().filter(|from| *from != to).for_each(|from| push(Some(to), Some(from)));
         }
-        for from in (0..stages).filter(|from| layout.stages.replicas[*from] > 1) {
-            let mut replicas = layout.stages.replicas.clone();
-            replicas[from] -= 1;
-            self.push_with(layout, Some(layout.stages.ends.clone()), replicas, moves);
-        }
+        givers().for_each(|from| push(None, Some(from)));
     }
 
     fn stage_moves(&self, layout: &Layout, moves: &mut Vec<Stages>) {
@@ -449,11 +442,9 @@ impl Climb<'_> {
             let mut replicas = layout.stages.replicas.clone();
             let later = replicas.remove(at + 1);
             replicas[at] += later;
-            self.push_with(layout, Some(ends.clone()), replicas.clone(), moves);
-            if later > 0 {
-                replicas[at] -= later.min(replicas[at] - 1);
-                self.push_with(layout, Some(ends), replicas, moves);
-            }
+            self.push_with(layout, ends.clone(), replicas.clone(), moves);
+            replicas[at] -= later.min(replicas[at] - 1);
+            self.push_with(layout, ends, replicas, moves);
         }
         if self.problem.constraints.most_stages.is_some_and(|most| stages as u32 >= most) {
             return;
@@ -467,7 +458,7 @@ impl Climb<'_> {
                 replicas.insert(at + 1, second);
                 let mut ends = layout.stages.ends.clone();
                 ends.insert(at + 1, self.middle(layout, at, first, second));
-                self.push_with(layout, Some(ends), replicas, moves);
+                self.push_with(layout, ends, replicas, moves);
             }
         }
     }

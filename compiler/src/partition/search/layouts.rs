@@ -20,7 +20,7 @@ use crate::partition::search::context::SearchContext;
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::search::interleaved::Counts;
 use crate::partition::search::module_boundaries::Borders;
-use crate::partition::search::result::{PlanCandidate, SearchResult};
+use crate::partition::search::result::PlanCandidate;
 use crate::partition::search::simulate_candidate::short_us;
 use crate::partition::search::{finish_plan, interleaved, linear_search, partial_recompute, pipec_rules};
 use crate::plan::Edge;
@@ -46,7 +46,6 @@ const MOST_CHUNKS: u32 = 16;
 /// Largest cluster in which numbers of ranks are tried that do not divide the devices.
 const FEW_DEVICES: u32 = 16;
 
-/// A layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Layout {
     pub schedule: Schedule,
@@ -408,12 +407,7 @@ impl<'a> Layouts<'a> {
         let baselines = question.baselines();
         let mut pinned = asked.clone().into_owned();
         pinned.constraints.replicas = Some(vec![layout.replicas; (layout.ranks * layout.chunks) as usize]);
-        let pinned_question = question.about(&pinned);
-        let found = match layout.chunks {
-            1 => pipec_rules::found(&pinned_question, &baselines),
-            _ => interleaved::found(&pinned_question),
-        };
-        let mut found = found.unwrap_or_else(|_| SearchResult::default());
+        let mut found = pipec_rules::found(&question.about(&pinned), &baselines).unwrap_or_default();
         found.candidates.extend(self.candidate(&question, layout));
         found.candidates.retain(|candidate| candidate.name == "pipec");
         let Some(chosen) = found.take_best(full.objective) else {

@@ -116,7 +116,7 @@ impl Lines<'_> {
         };
         let cut_space = CutSpace::line(compute, weights, cut);
         let bottleneck = BottleneckSearch::new(&cut_space, &self.cost, self.levels, STEPS);
-        let bracket = bottleneck.narrow(low_us, known_us, |us| us);
+        let bracket = bottleneck.narrow(low_us, known_us);
         if bracket.high_us >= known_us {
             return None;
         }

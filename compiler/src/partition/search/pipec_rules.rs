@@ -15,6 +15,7 @@ use crate::partition::search::context::{DEFAULT_BUDGET, Depth, SearchContext, Se
 use crate::partition::search::downsets::{DownSets, Growth};
 use crate::partition::search::finish_plan;
 use crate::partition::search::first_stage;
+use crate::partition::search::interleaved;
 use crate::partition::search::linear_order;
 use crate::partition::search::linear_search;
 use crate::partition::search::module_boundaries::Borders;
@@ -65,23 +66,25 @@ const MOST_PINNED: usize = 16;
 /// All candidates that satisfy the problem's constraints; includes the baselines if there are no constraints.
 pub fn found(question: &SearchContext<'_>, baselines: &[PlanCandidate; 3]) -> Result<SearchResult, ProblemError> {
     let problem = question.problem;
+    if problem.chunks > 1 {
+        return interleaved::found(question);
+    }
     let rules = rules(question)?;
     let mut search = Search { question, found: SearchResult::default() };
+    let mut known_us = question.among.known_us;
     let is_free = rules == [free(problem)] && problem.constraints.cut_after.is_none() && !keeps_modules(problem);
     if is_free {
-        let fits = |candidate: &&PlanCandidate| candidate.fits;
-        let best = baselines.iter().filter(fits).map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
         search.found.candidates.extend(baselines.iter().cloned());
+        let best_us = search.found.fastest_us();
         // Optimal: the baseline spreads all compute over all devices.
-        if problem.objective != Objective::Memory && best <= finish_plan::spread(problem) * (1.0 + 1e-9) {
+        if problem.objective != Objective::Memory && best_us <= finish_plan::spread(problem) * (1.0 + 1e-9) {
             search.found.states = baselines.len() as u64;
-            search.found.proven_us = Some(best);
+            search.found.proven_us = Some(best_us);
             return Ok(search.found);
         }
-        search.ask(&rules, best.min(question.among.known_us))?;
-    } else {
-        search.ask(&rules, question.among.known_us)?;
+        known_us = best_us.min(known_us);
     }
+    search.ask(&rules, known_us)?;
     if search.found.candidates.is_empty() && question.among.known_us.is_infinite() {
         let what = "no partition satisfies all constraints together; use fewer constraints or more devices";
         return Err(ProblemError::Unmet { what: what.to_string() });
@@ -205,25 +208,15 @@ impl Search<'_> {
         let affordable = if depth == Depth::Draft { affordable.min(DRAFTED) } else { affordable };
         let grown =
             if borders.is_some() { None } else { DownSets::grow(graph, CostModel::Paper, Growth::All, affordable) };
-        match grown {
-            Some(space) => self.within(&space, rules, &mut known, true),
-            None if borders.is_some() => {
-                self.found.fallback = Some(
-                    "only topological orders, cut at module \
-                boundaries, were tried"
-                        .to_string(),
-                )
-            }
-            None => {
-                let along = if fine > graph.ops.len() {
-                    "only one topological order was tried"
-                } else {
-                    "only one topological order of \
-                    grouped ops was tried"
-                };
-                self.found.fallback = Some(format!("{along}: more than {affordable} down-sets"));
-            }
+        if let Some(space) = grown {
+            self.within(&space, rules, &mut known, true);
+            return Ok(());
         }
+        let of_groups = if fine > graph.ops.len() { "" } else { " of grouped ops" };
+        self.found.fallback = Some(match borders {
+            Some(_) => "only topological orders, cut at module boundaries, were tried".to_string(),
+            None => format!("only one topological order{of_groups} was tried: more than {affordable} down-sets"),
+        });
         Ok(())
     }
 
@@ -305,14 +298,9 @@ impl Search<'_> {
 
     fn offer(&mut self, places: &RangeCosts<'_>, placements: &[StagePlacement]) -> bool {
         let problem = self.question.problem;
-        let stages = placements
-            .iter()
-            .map(|placement| (places.space.between(placement.from, placement.to), placement.replicas))
-            .collect();
-        let spots = placements
-            .iter()
-            .map(|placement| StagePosition { first: placement.first, recompute: placement.recompute.into() })
-            .collect();
+        let stages = placements.iter().map(|one| (places.space.between(one.from, one.to), one.replicas)).collect();
+        let spot = |one: &StagePlacement| StagePosition { first: one.first, recompute: one.recompute.into() };
+        let spots = placements.iter().map(spot).collect();
         let shape = Shape::flat(stages, problem.cluster.levels.len() > 1);
         let candidate = self.question.placed("pipec", shape, spots);
         let fits = candidate.fits;
