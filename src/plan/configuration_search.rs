@@ -226,11 +226,7 @@ impl Search<'_> {
         open.sort_by(|left, right| left.us.total_cmp(&right.us));
         let best_us = open.first().map_or(0.0, |best| best.us.min(self.best_us));
         open.retain(|one| one.us <= HOPELESS * best_us);
-        let mut next: Vec<Ranked> = Vec::new();
-        for at in self.promising(&open).into_iter().rev() {
-            next.push(open.remove(at));
-        }
-        next.reverse();
+        let (mut next, mut open) = promising(open);
         open.reverse();
         self.total = self.done + next.len() as u64;
         while !next.is_empty() && !self.is_close(self.best_us) {
@@ -261,21 +257,6 @@ impl Search<'_> {
         self.variants.iter().enumerate().skip(from).flat_map(|(variant, of)| {
             of.estimates.iter().map(move |estimate| Ranked { variant, estimate: *estimate, us: estimate.minibatch_us })
         })
-    }
-
-    /// The positions of the layouts with the best estimates, only some of those that are alike.
-    fn promising(&self, ranked: &[Ranked]) -> Vec<usize> {
-        let shape = |one: &Ranked| (one.variant, one.estimate.layout.ranks, one.estimate.layout.replicas);
-        let mut chosen: Vec<usize> = Vec::new();
-        for (at, one) in ranked.iter().enumerate() {
-            if chosen.iter().filter(|other| shape(&ranked[**other]) == shape(one)).count() < ALIKE {
-                chosen.push(at);
-            }
-            if chosen.len() == SIMULATED {
-                break;
-            }
-        }
-        chosen
     }
 
     /// The simulated times of some layouts that fit.
@@ -460,4 +441,15 @@ impl Search<'_> {
         let minibatch_us = planned.ok()?.plan.predicted.minibatch_us;
         (minibatch_us < plan.predicted.minibatch_us).then_some(Alternative { schedule, minibatch_us })
     }
+}
+
+/// The layouts with the best estimates, only some of those that are alike, and the others; both in order.
+fn promising(ranked: Vec<Ranked>) -> (Vec<Ranked>, Vec<Ranked>) {
+    let shape = |one: &Ranked| (one.variant, one.estimate.layout.ranks, one.estimate.layout.replicas);
+    let (mut chosen, mut others): (Vec<Ranked>, Vec<Ranked>) = (Vec::new(), Vec::new());
+    for one in ranked {
+        let alike = chosen.iter().filter(|other| shape(other) == shape(&one)).count();
+        if chosen.len() < SIMULATED && alike < ALIKE { &mut chosen } else { &mut others }.push(one);
+    }
+    (chosen, others)
 }

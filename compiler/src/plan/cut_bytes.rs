@@ -157,7 +157,7 @@ impl<'a> CutBytes<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::cost_graph::{OpCost, OpId, TensorCost};
+    use crate::profile::cost_graph::{OpCost, TensorCost};
 
     fn diamond() -> CostGraph {
         let op = |id: u32| OpCost { id, out_bytes: 10 << id, ..OpCost::default() };

@@ -228,15 +228,7 @@ impl Search<'_> {
             let bound = if answer.bound.is_finite() { answer.bound * (1.0 - 1e-7) } else { 0.0 };
             let bound_us = bound * self.scope.unit_us;
             open.push(Open { choice, bound_us });
-            let worse = |ended| match ended {
-                Ended::Proven => 0,
-                Ended::Nodes => 1,
-                Ended::Failed => 2,
-                Ended::Clock => 3,
-            };
-            if worse(answer.ended) > worse(self.ended) {
-                self.ended = answer.ended;
-            }
+            self.ended = self.ended.max(answer.ended);
         }
     }
 

@@ -14,10 +14,10 @@ use crate::partition::search::context::{DEFAULT_BUDGET, SearchContext};
 use crate::partition::search::downsets::{DownSets, Growth};
 use crate::partition::search::linear_dp::Lines;
 use crate::partition::search::linear_order::{self, LinearOrder};
-use crate::partition::search::memory_dp::{self, Fit, FitObjective};
+use crate::partition::search::memory_dp::{self, FitObjective};
 use crate::partition::search::numbers::largest;
 use crate::partition::search::result::{PlanCandidate, SearchResult};
-use crate::partition::search::{build_plan, fixed_stages, linear_search};
+use crate::partition::search::{fixed_stages, linear_search};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::problem::{Objective, ProblemError};
 use crate::plan::stage_cost::{self, LevelCost, StageCost};
@@ -194,16 +194,7 @@ impl SearchContext<'_> {
             let ends = linear_order::ends(graph, cost.model, &order, limit.max(2) - 1);
             LinearOrder::over(graph, DownSets::chain(graph, cost.model, order, ends), passing)
         };
-        let solve = |line: LinearOrder| {
-            let settings = Fit {
-                problem: self.problem,
-                line: &line,
-                cost: &cost,
-                levels,
-                flow: build_plan::flow(self.problem, self.problem.cluster.devices()),
-            };
-            memory_dp::fit(&settings, least)
-        };
+        let solve = |line: LinearOrder| memory_dp::fit(self.problem, &line, levels, least);
         let few = largest(600, |sets| memory_dp::effort(levels, sets) <= 6e6);
         let all =
             DownSets::grow(graph, cost.model, Growth::All, few).map(|space| LinearOrder::over(graph, space, passing));

@@ -14,7 +14,7 @@ use crate::partition::search::linear_order::{self, LinearOrder};
 use crate::partition::search::numbers::largest;
 use crate::partition::search::{build_plan, constraints, linear_search};
 use crate::plan::gradient_buffers::GradientBuffers;
-use crate::plan::in_flight::{First, Position, ScheduleFlow, StageInFlight};
+use crate::plan::in_flight::{First, Position, StageInFlight};
 use crate::plan::problem::{Problem, ProblemError};
 use crate::plan::stage_cost::{self, LevelCost, StageCost};
 
@@ -25,7 +25,6 @@ pub fn shapes(problem: &Problem, joined: &FusedGraph<'_>, least_memory: bool) ->
     let (graph, cost) = (&problem.graph, StageCost::of(problem));
     let flattened = problem.cluster.flattened();
     let level = stage_cost::levels(&flattened)[0];
-    let caps = problem.in_flight.given();
     let replicas = problem.constraints.replicas.as_deref();
     let units = u64::from(level.count);
     let fixed =
@@ -55,19 +54,7 @@ pub fn shapes(problem: &Problem, joined: &FusedGraph<'_>, least_memory: bool) ->
     let passing = GradientBuffers::of(&problem.cluster);
     let solve = |(order, ends): (Vec<u32>, Vec<usize>)| {
         let line = LinearOrder::over(graph, DownSets::chain(graph, cost.model, order, ends), passing);
-        let settings = Pinned {
-            problem,
-            line: &line,
-            cost: &cost,
-            level,
-            flow: build_plan::flow(problem, level.count),
-            stages,
-            replicas,
-            caps,
-            memory_limit: problem.memory_limit.map(|limit| limit.0).filter(|_| !least_memory),
-            least_memory,
-        };
-        pinned(&settings)
+        pinned(&Pinned { problem, line: &line, level, stages, least_memory })
     };
     Ok(lines.into_iter().filter_map(solve).collect())
 }
@@ -75,19 +62,11 @@ pub fn shapes(problem: &Problem, joined: &FusedGraph<'_>, least_memory: bool) ->
 #[derive(Clone, Copy, Debug)]
 struct Pinned<'a> {
     problem: &'a Problem,
-    pub line: &'a LinearOrder,
-    pub cost: &'a StageCost,
-    pub level: LevelCost,
-    /// Determines in-flight counts; `workers` is an upper bound.
-    pub flow: ScheduleFlow,
-    pub stages: usize,
-    /// Replicas of each stage; `None` leaves them free.
-    pub replicas: Option<&'a [u32]>,
-    /// In-flight cap of each stage; `None` uses the schedule's rule.
-    pub caps: Option<&'a [u32]>,
-    pub memory_limit: Option<u64>,
+    line: &'a LinearOrder,
+    level: LevelCost,
+    stages: usize,
     /// Minimises the peak stage memory instead of the time.
-    pub least_memory: bool,
+    least_memory: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -101,6 +80,7 @@ struct Entry {
 fn pinned(settings: &Pinned<'_>) -> Option<Shape> {
     let space = &settings.line.space;
     let places = space.len();
+    let given = settings.problem.constraints.replicas.as_deref();
     let units = settings.level.count as usize;
     let width = units + 1;
     if settings.stages == 0 || settings.stages > units || settings.stages >= places {
@@ -112,14 +92,14 @@ fn pinned(settings: &Pinned<'_>) -> Option<Shape> {
     for after in 0..settings.stages {
         let stage = settings.stages - 1 - after;
         let mut table = vec![none; places * width];
-        let choices = match settings.replicas {
+        let choices = match given {
             Some(replicas) => replicas[stage] as usize..=replicas[stage] as usize,
             None => 1..=units,
         };
         // A stage needs at least one place per earlier stage before it and one per later stage after it.
         let starts = if stage == 0 { 0..1 } else { stage..places - 1 - after };
         // Given replicas also fix the number of workers in later stages.
-        let rests = match settings.replicas {
+        let rests = match given {
             Some(replicas) => {
                 let rest = replicas[stage + 1..].iter().fold(0usize, |sum, &one| sum.saturating_add(one as usize));
                 rest..rest.saturating_add(1)
@@ -164,30 +144,33 @@ fn pinned(settings: &Pinned<'_>) -> Option<Shape> {
 }
 
 fn value(settings: &Pinned<'_>, stage: usize, from: usize, end: usize, replicas: u32, workers_after: u32) -> f64 {
-    let space = &settings.line.space;
+    let Pinned { problem, line, level, least_memory, .. } = settings;
+    let (given_caps, given_replicas) = (problem.in_flight.given(), problem.constraints.replicas.as_deref());
+    let flow = build_plan::flow(problem, level.count);
     let position = Position { replicas, workers_after };
-    let rule = || settings.flow.in_flight(position);
-    let in_flight = settings.caps.map_or_else(rule, |caps| caps[stage]);
+    let rule = || flow.in_flight(position);
+    let in_flight = given_caps.map_or_else(rule, |caps| caps[stage]);
     let own = StageInFlight { replicas, in_flight };
-    let first = match (settings.caps, settings.replicas) {
+    let first = match (given_caps, given_replicas) {
         _ if from == 0 => First::Known(own),
         (Some(caps), Some(replicas)) => First::Known(StageInFlight { replicas: replicas[0], in_flight: caps[0] }),
         (Some(caps), None) => First::Capped(caps[0]),
         (None, Some(replicas)) => {
             let workers_after = replicas[1..].iter().fold(0u32, |sum, &one| sum.saturating_add(one));
-            let in_flight = settings.flow.in_flight(Position { replicas: replicas[0], workers_after });
+            let in_flight = flow.in_flight(Position { replicas: replicas[0], workers_after });
             First::Known(StageInFlight { replicas: replicas[0], in_flight })
         }
         (None, None) => First::Unknown,
     };
-    let multiples = build_plan::multiples_at(settings.problem, &settings.flow, position, in_flight, first);
-    let total = settings.line.holdings(from, end).held(&multiples).total;
-    if settings.least_memory {
+    let multiples = build_plan::multiples_at(problem, &flow, position, in_flight, first);
+    let total = line.holdings(from, end).held(&multiples).total;
+    if *least_memory {
         return total as f64;
     }
-    if settings.memory_limit.is_some_and(|limit| total > limit) {
+    if problem.memory_limit.is_some_and(|limit| total > limit.0) {
         return f64::INFINITY;
     }
+    let space = &line.space;
     let part = space.range(from, end, replicas, from == 0, space.compute[end] - space.compute[from]);
-    settings.cost.part_us(&settings.level, &part)
+    StageCost::of(problem).part_us(level, &part)
 }

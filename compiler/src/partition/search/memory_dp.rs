@@ -11,7 +11,7 @@
 //! workers after the span and on its number of copies. There is one table for each combination.
 
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
-use crate::partition::search::build_plan::{multiples_at, multiples_of_one};
+use crate::partition::search::build_plan::{self, multiples_at, multiples_of_one};
 use crate::partition::search::linear_order::LinearOrder;
 use crate::plan::in_flight::{First, Position, ScheduleFlow, StageInFlight};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
@@ -32,26 +32,15 @@ pub enum FitObjective {
 /// A prime number, so that all replicas shard together under any shard degree.
 const MANY_REPLICAS: u32 = 4_294_967_291;
 
-#[derive(Clone, Copy, Debug)]
-pub struct Fit<'a> {
-    pub problem: &'a Problem,
-    pub line: &'a LinearOrder,
-    pub cost: &'a StageCost,
-    pub levels: &'a [LevelCost],
-    /// Determines in-flight counts; `workers` is an upper bound.
-    pub flow: ScheduleFlow,
-}
-
 /// Finds the best partition with any number of outermost units and all units of inner levels. `None` if
 /// nothing fits.
-pub fn fit(settings: &Fit<'_>, least: FitObjective) -> Option<Shape> {
-    let outermost = settings.levels.len().checked_sub(1)?;
-    let whole = settings.line.space.len() - 1;
-    let is_line = (0..whole).all(|at| settings.line.space.nested(at, at + 1));
-    let mut search = FitSearch { settings, least, is_line, tables: HashMap::new() };
+pub fn fit(problem: &Problem, line: &LinearOrder, levels: &[LevelCost], least: FitObjective) -> Option<Shape> {
+    let outermost = levels.len().checked_sub(1)?;
+    let whole = line.space.len() - 1;
+    let mut search = FitSearch::new(problem, line, levels, least);
     let key = Key { level: outermost, to: whole, workers_after: 0, copies: 1 };
     search.prepare(key);
-    let units = settings.levels[outermost].count as usize;
+    let units = levels[outermost].count as usize;
     let table = &search.tables[&key];
     let value = |used: usize| table.first[used].value;
     let (best, used) = (1..=units).map(|used| (value(used), used)).min_by(|a, b| a.0.total_cmp(&b.0))?;
@@ -100,24 +89,35 @@ struct Table {
 }
 
 struct FitSearch<'a> {
-    settings: &'a Fit<'a>,
+    problem: &'a Problem,
+    line: &'a LinearOrder,
+    cost: StageCost,
+    levels: &'a [LevelCost],
+    /// Determines in-flight counts; `workers` is an upper bound.
+    flow: ScheduleFlow,
     least: FitObjective,
     /// True if each set contains all sets before it.
     is_line: bool,
     tables: HashMap<Key, Table>,
 }
 
-impl FitSearch<'_> {
+impl<'a> FitSearch<'a> {
+    fn new(problem: &'a Problem, line: &'a LinearOrder, levels: &'a [LevelCost], least: FitObjective) -> FitSearch<'a> {
+        let is_line = (1..line.space.len()).all(|at| line.space.nested(at - 1, at));
+        let (cost, flow) = (StageCost::of(problem), build_plan::flow(problem, problem.cluster.devices()));
+        FitSearch { problem, line, cost, levels, flow, least, is_line, tables: HashMap::new() }
+    }
+
     fn prepare(&mut self, key: Key) {
         if self.tables.contains_key(&key) {
             return;
         }
-        let units = self.settings.levels[key.level].count as usize;
+        let units = self.levels[key.level].count as usize;
         let width = units + 1;
         let none = Entry { value: f64::INFINITY, end: 0, replicas: 0 };
         let mut table = Table { first: vec![none; (key.to + 1) * width], later: vec![none; (key.to + 1) * width] };
         table.later[key.to * width].value = 0.0;
-        let space = &self.settings.line.space;
+        let space = &self.line.space;
         for from in (0..key.to).rev() {
             for end in from + 1..=key.to {
                 if !space.nested(from, end) {
@@ -159,47 +159,46 @@ impl FitSearch<'_> {
     /// inputs, outputs, and parameters shared with other stages.
     fn never_fits(&self, from: usize, end: usize) -> bool {
         let FitObjective::Time { within } = self.least else { return false };
-        let own = self.settings.line.holdings(from, end);
+        let own = self.line.holdings(from, end);
         let arena = Arena::always(Way::ALL.map(|way| own.arena.of(way)).into_iter().min().unwrap_or(0));
         let inside = MemoryTerms { inputs: 0, passed: 0, outputs: 0, sent: 0, arena, ..*own };
         let least = |replicas: u32, holdings: MemoryTerms| {
             // With more replicas, weight gradients may not be batched.
-            let alone = MemoryMultipliers { microbatches: 1, ..multiples_of_one(self.settings.problem, replicas) };
+            let alone = MemoryMultipliers { microbatches: 1, ..multiples_of_one(self.problem, replicas) };
             holdings.held(&alone).total
         };
         // At inner levels a range is cut further, and the check happens there.
-        self.settings.levels.len() == 1
+        self.levels.len() == 1
             && least(1, inside) > within
             // With ZeRO, many replicas need the least memory.
-            && (self.settings.problem.zero.level == 0 || least(MANY_REPLICAS, MemoryTerms { shared: 0, ..inside }) > within)
+            && (self.problem.zero.level == 0 || least(MANY_REPLICAS, MemoryTerms { shared: 0, ..inside }) > within)
     }
 
     /// Microseconds (or bytes) of one unit for the range [from, end); infinity if it does not fit.
     fn inner(&mut self, key: Key, from: usize, end: usize, rest: usize, replicas: usize) -> f64 {
         if let Some(inner) = self.inner_key(key, end, rest, replicas) {
             self.prepare(inner);
-            let units = self.settings.levels[inner.level].count as usize;
+            let units = self.levels[inner.level].count as usize;
             return self.tables[&inner].first[from * (units + 1) + units].value;
         }
-        let settings = self.settings;
         let copies = key.copies.saturating_mul(replicas as u32);
         let workers_after = key.workers_after.saturating_add(key.copies.saturating_mul(rest as u32));
         let position = Position { replicas: copies, workers_after };
-        let in_flight = settings.flow.in_flight(position);
+        let in_flight = self.flow.in_flight(position);
         let own = StageInFlight { replicas: copies, in_flight };
         let first = if from == 0 { First::Known(own) } else { First::Unknown };
-        let multiples = multiples_at(settings.problem, &settings.flow, position, in_flight, first);
-        let total = settings.line.holdings(from, end).held(&multiples).total;
+        let multiples = multiples_at(self.problem, &self.flow, position, in_flight, first);
+        let total = self.line.holdings(from, end).held(&multiples).total;
         match self.least {
             FitObjective::Memory => total as f64,
             FitObjective::Time { within } if total > within => f64::INFINITY,
-            FitObjective::Time { .. } => settings.line.space.compute[end] - settings.line.space.compute[from],
+            FitObjective::Time { .. } => self.line.space.compute[end] - self.line.space.compute[from],
         }
     }
 
     fn inner_key(&self, key: Key, end: usize, rest: usize, replicas: usize) -> Option<Key> {
         let level = key.level.checked_sub(1)?;
-        let unit: u32 = self.settings.levels[..key.level].iter().map(|level| level.count).product();
+        let unit: u32 = self.levels[..key.level].iter().map(|level| level.count).product();
         let after = key.copies.saturating_mul(unit).saturating_mul(rest as u32);
         Some(Key {
             level,
@@ -213,12 +212,12 @@ impl FitSearch<'_> {
         if self.least == FitObjective::Memory || inner.is_infinite() {
             return inner;
         }
-        let part = self.settings.line.space.range(from, end, replicas as u32, is_first, inner);
-        self.settings.cost.part_us(&self.settings.levels[level], &part)
+        let part = self.line.space.range(from, end, replicas as u32, is_first, inner);
+        self.cost.part_us(&self.levels[level], &part)
     }
 
     fn groups(&self, key: Key, from: usize, units: usize) -> Vec<Group> {
-        let width = self.settings.levels[key.level].count as usize + 1;
+        let width = self.levels[key.level].count as usize + 1;
         let table = &self.tables[&key];
         let mut groups = Vec::new();
         let (mut at, mut left, mut entries) = (from, units, &table.first);
@@ -226,9 +225,9 @@ impl FitSearch<'_> {
             let Entry { end, replicas, .. } = entries[at * width + left];
             left -= replicas;
             let body = match self.inner_key(key, end, left, replicas) {
-                None => StageBody::Ops(self.settings.line.space.between(at, end)),
+                None => StageBody::Ops(self.line.space.between(at, end)),
                 Some(inner) => {
-                    let count = self.settings.levels[inner.level].count as usize;
+                    let count = self.levels[inner.level].count as usize;
                     StageBody::Groups(self.groups(inner, at, count))
                 }
             };
@@ -255,7 +254,7 @@ mod tests {
     /// A chain of six ops, with parameters of these bytes, each used by a pair of ops.
     fn graph(params: &[(u32, u32, u64)]) -> CostGraph {
         let op = |id| OpCost { id, fwd_us: 1.0, bwd_us: 2.0, saved_bytes: 3, out_bytes: 8, ..OpCost::default() };
-        let tensor = |at: u32| TensorCost::new(at, 8, if at < 5 { &[at + 1] } else { &[] });
+        let tensor = |at: u32| TensorCost::new(at, 8, &[at + 1][..usize::from(at < 5)]);
         let param = |&(one, other, bytes): &(u32, u32, u64)| {
             let mut users = vec![OpId(one), OpId(other)];
             users.dedup();
@@ -283,13 +282,11 @@ mod tests {
             let graph = graph(&[(one, other, 1000), (1, 1, 7), (4, 4, 300)]);
             let space = DownSets::chain(&graph, CostModel::Pipec, (0..6).collect(), (0..=6).collect());
             let line = LinearOrder::over(&graph, space, passing);
-            let flow = ScheduleFlow { schedule: Schedule::OneFOneB, microbatches: 4, chunks: 1, workers: 4, room: 0 };
             let mut problem = Problem::new(graph, levels("4:1GB/s").unwrap(), CostModel::Pipec);
-            (problem.schedule, problem.microbatches) = (flow.schedule, flow.microbatches);
+            (problem.schedule, problem.microbatches) = (Schedule::OneFOneB, 4);
             (problem.optimizer_state, problem.zero) = (state, zero);
             problem.constraints.target = Some(Target::Torchtitan);
-            let (cost, levels) = (StageCost::of(&problem), stage_cost::levels(&problem.cluster));
-            let settings = Fit { problem: &problem, line: &line, cost: &cost, levels: &levels, flow };
+            let levels = stage_cost::levels(&problem.cluster);
             let held = |from: usize, end: usize, replicas: u32| {
                 line.holdings(from, end).held(&multiples_of_one(&problem, replicas)).total
             };
@@ -300,8 +297,7 @@ mod tests {
                 let all = more.flat_map(|&(from, end)| (1..=4).map(move |replicas| held(from, end, replicas)));
                 let least = all.min().unwrap();
                 let search = |within: u64| {
-                    let (least, tables) = (FitObjective::Time { within }, HashMap::new());
-                    FitSearch { settings: &settings, least, is_line: true, tables }.never_fits(from, end)
+                    FitSearch::new(&problem, &line, &levels, FitObjective::Time { within }).never_fits(from, end)
                 };
                 assert!(!search(least), "{from}..{end} of {one} and {other} fits in {least} B at level {zero}");
                 fitting += 1;
