@@ -31,7 +31,7 @@ use crate::plan::tied_weights;
 use crate::plan::variant::{MOST_OPS, SizedCosts, Variant};
 use crate::plan::zero::ZeroStage;
 use compiler::partition::error::PlanError;
-use compiler::partition::explain::infeasible::is_infeasible;
+use compiler::partition::infeasible::is_infeasible;
 use compiler::partition::planned::Planned;
 use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
 use compiler::partition::search::select::baselines;

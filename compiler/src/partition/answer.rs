@@ -2,7 +2,7 @@
 
 use crate::partition::bounds::lower_bound::Bounds;
 use crate::partition::error::{PlanError, Refused};
-use crate::partition::explain::infeasible;
+use crate::partition::infeasible;
 use crate::partition::partitioners::{Partitioner, Request};
 use crate::partition::planned::{ComparedPlan, Planned};
 use crate::partition::search::context::SearchContext;

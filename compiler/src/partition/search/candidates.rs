@@ -16,12 +16,12 @@ use crate::partition::search::linear_dp::Lines;
 use crate::partition::search::linear_order::{self, LinearOrder};
 use crate::partition::search::memory_dp::{self, FitObjective};
 use crate::partition::search::numbers::largest;
+use crate::partition::search::op_sets::neighbours;
 use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::partition::search::{fixed_stages, linear_search};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::problem::{Objective, ProblemError};
 use crate::plan::stage_cost::{self, LevelCost, StageCost};
-use crate::profile::cost_graph::CostGraph;
 
 /// Largest number of down-sets per round of local search around a plan's cuts.
 const MOST_MOVED: usize = 1500;
@@ -178,7 +178,7 @@ impl SearchContext<'_> {
             let free = || pipedream::solve(&space, &cost, levels, is_ours, f64::INFINITY);
             within.filter(reaches_known_time).or_else(free)
         });
-        let is_complete = growth == Growth::All || sources(&self.problem.graph) == 1;
+        let is_complete = growth == Growth::All || self.has_one_source();
         let proven = exact.as_ref().filter(|_| is_complete && fallback.is_none()).map(|exact| exact.least_us);
         bound_us = proven.unwrap_or(bound_us);
         let shapes = exact.map(|solution| solution.shape).or(shape).into_iter().collect();
@@ -199,6 +199,11 @@ impl SearchContext<'_> {
         let all =
             DownSets::grow(graph, cost.model, Growth::All, few).map(|space| LinearOrder::over(graph, space, passing));
         linear_search::orders(graph).into_iter().map(along).chain(all).filter_map(solve).collect()
+    }
+
+    fn has_one_source(&self) -> bool {
+        let [before, _] = neighbours(&self.problem.graph);
+        before.iter().filter(|before| before.is_empty()).count() == 1
     }
 
     /// Plans that obey the user's constraints; those with the least memory if nothing fits.
@@ -251,10 +256,4 @@ struct Searched {
 /// Returns whether the gap to the bound is too small to search further.
 fn is_near(us: f64, bound_us: f64) -> bool {
     us <= bound_us * (1.0 + 3e-5)
-}
-
-fn sources(graph: &CostGraph) -> usize {
-    let mut is_source = vec![true; graph.ops.len()];
-    graph.edges().iter().for_each(|(_, to)| is_source[to.index()] = false);
-    is_source.into_iter().filter(|is_source| *is_source).count()
 }

@@ -102,7 +102,10 @@ impl<'a> Evaluator<'a> {
         let mut recomputed = vec![if full { 1.0 } else { 0.0 }; spots.len()];
         let mut is_slower = false;
         let mut memory = Vec::with_capacity(spots.len());
-        for (at, multiples) in self.multiples(wanted, &caps).into_iter().enumerate() {
+        let flow = build_plan::flow(problem, problem.cluster.devices());
+        let pending = in_flight::pending_weight_grads(&flow, &wanted.replicas, &caps);
+        let multiples = build_plan::multiples(problem, &wanted.replicas, &caps, &pending);
+        for (at, multiples) in multiples.into_iter().enumerate() {
             let (first, replicas) = (spots[at].first, wanted.replicas[at]);
             let limit = problem.limit_of(first..first + replicas).unwrap_or(u64::MAX);
             let terms = self.range(wanted, at).terms;
@@ -161,12 +164,6 @@ impl<'a> Evaluator<'a> {
             more => (cap + more).min(self.problem.microbatches.div_ceil(*replicas).max(cap)),
         };
         rule.into_iter().zip(&stages.more).zip(&stages.replicas).map(raised).collect()
-    }
-
-    fn multiples(&self, stages: &Stages, caps: &[u32]) -> Vec<MemoryMultipliers> {
-        let flow = build_plan::flow(self.problem, self.problem.cluster.devices());
-        let pending = in_flight::pending_weight_grads(&flow, &stages.replicas, caps);
-        build_plan::multiples(self.problem, &stages.replicas, caps, &pending)
     }
 
     fn range(&mut self, stages: &Stages, at: usize) -> &mut Range {

@@ -11,7 +11,7 @@
 use crate::partition::answer::{Answer, conclude};
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::error::PlanError;
-use crate::partition::explain::infeasible;
+use crate::partition::infeasible;
 use crate::partition::options::PlannerOptions;
 use crate::partition::planned::Planned;
 use crate::partition::search::balanced_cuts::Line;

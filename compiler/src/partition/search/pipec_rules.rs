@@ -5,10 +5,10 @@
 //! that require them. Cuts may be restricted to module boundaries.
 
 use crate::partition::dp::nested_partition::Shape;
-use crate::partition::explain::infeasible;
 use crate::partition::heterogeneous::class_dp::ClassDp;
 use crate::partition::heterogeneous::device_orders::Sequence;
 use crate::partition::heterogeneous::device_ranges::DeviceRanges;
+use crate::partition::infeasible;
 use crate::partition::search::build_plan::{self, StagePosition};
 use crate::partition::search::constraints;
 use crate::partition::search::context::{DEFAULT_BUDGET, Depth, SearchContext, SearchLimits};
