@@ -17,4 +17,3 @@ pub mod planned;
 pub mod planner;
 pub mod search;
 pub mod single_degree;
-pub mod support;

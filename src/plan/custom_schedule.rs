@@ -66,12 +66,13 @@ impl CustomSchedule {
         Some(self.schedule()).filter(|schedule| Schedule::ALL.contains(schedule)).unwrap_or(Schedule::Csv)
     }
 
+    fn as_program(&self) -> Option<&Program> {
+        if let CustomSchedule::Program(program) = self { Some(program) } else { None }
+    }
+
     /// The schedule whose update rule it follows.
     pub fn schedule(&self) -> Schedule {
-        match self {
-            CustomSchedule::Table(_) => Schedule::Csv,
-            CustomSchedule::Program(program) => program.schedule,
-        }
+        self.as_program().map_or(Schedule::Csv, |program| program.schedule)
     }
 
     /// Micro-batches per minibatch.
@@ -96,10 +97,7 @@ impl CustomSchedule {
 
     /// The number of minibatches, if it is fixed.
     pub fn minibatches(&self) -> Option<u32> {
-        match self {
-            CustomSchedule::Table(_) => None,
-            CustomSchedule::Program(program) => Some(program.items / program.microbatches.max(1)),
-        }
+        self.as_program().map(|program| program.items / program.microbatches.max(1))
     }
 
     /// True if it splits the backward.
@@ -114,10 +112,7 @@ impl CustomSchedule {
 
     /// The in-flight limit of each stage, if the file gives one.
     pub fn caps(&self) -> Option<Vec<u32>> {
-        match self {
-            CustomSchedule::Table(_) => None,
-            CustomSchedule::Program(program) => Some(program.stages.iter().map(|stage| stage.cap).collect()),
-        }
+        self.as_program().map(|program| program.stages.iter().map(|stage| stage.cap).collect())
     }
 
     /// A description of its size.

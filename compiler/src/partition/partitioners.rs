@@ -78,20 +78,10 @@ const TABLE: [Row; 7] = [
         partitioner: Partitioner::DataParallel,
         name: "data-parallel",
         orders: OrderSearch::Fixed,
-        find: |request| request.baseline(1),
+        find: baseline::<1>,
     },
-    Row {
-        partitioner: Partitioner::Uniform,
-        name: "uniform",
-        orders: OrderSearch::Fixed,
-        find: |request| request.baseline(2),
-    },
-    Row {
-        partitioner: Partitioner::Single,
-        name: "single",
-        orders: OrderSearch::Fixed,
-        find: |request| request.baseline(0),
-    },
+    Row { partitioner: Partitioner::Uniform, name: "uniform", orders: OrderSearch::Fixed, find: baseline::<2> },
+    Row { partitioner: Partitioner::Single, name: "single", orders: OrderSearch::Fixed, find: baseline::<0> },
 ];
 
 impl Partitioner {
@@ -122,14 +112,18 @@ impl Request<'_> {
         }
     }
 
-    fn baseline(&self, at: usize) -> Result<SearchResult, ProblemError> {
-        if self.is_pinned { self.default_search() } else { Ok(SearchResult::of(self.baselines[at].clone())) }
-    }
-
     /// True if memory alone proves that nothing fits, so that the report of the default search is enough.
     fn cannot_fit(&self) -> bool {
         let problem = self.question.problem;
         !problem.cluster.is_mixed() && min_memory::proves_none(problem)
+    }
+}
+
+/// One of the baselines, unless the stages are fixed.
+fn baseline<const AT: usize>(request: &Request<'_>) -> Result<SearchResult, ProblemError> {
+    match request.is_pinned {
+        true => request.default_search(),
+        false => Ok(SearchResult::of(request.baselines[AT].clone())),
     }
 }
 

@@ -7,12 +7,11 @@ use crate::partition::options::PlannerOptions;
 use crate::partition::planned::Planned;
 use crate::partition::search::context::{Depth, SearchContext, SearchLimits};
 use crate::partition::search::fused_graph::FusedGraph;
-use crate::partition::support;
 use crate::plan::problem::Problem;
 
 /// The plan of a problem without tensor parallelism.
 pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
-    support::check(problem, options)?;
+    options.check(problem)?;
     let joined = FusedGraph::of(&problem.graph);
     let asked = joined.problem(problem);
     let whole = SearchContext::new(problem, &asked, &joined, options);

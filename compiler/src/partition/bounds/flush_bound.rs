@@ -260,7 +260,7 @@ impl FlushBound {
         let us = us * (1.0 + 1e-9);
         let cuts = &self.chain.cuts;
         let end = cuts.len() - 1;
-        let most = self.most_messages();
+        let most = MOST_MESSAGES.min(self.devices as usize - 1);
         // The fewest devices for the stages up to a cut, by the number of cuts between elements up to there.
         let mut fewest = vec![u32::MAX; cuts.len() * (most + 1)];
         fewest[0] = 0;
@@ -294,10 +294,6 @@ impl FlushBound {
             }
         }
         false
-    }
-
-    fn most_messages(&self) -> usize {
-        MOST_MESSAGES.min(self.devices as usize - 1)
     }
 
     /// A stage between two cuts, apart from messages before the last.

@@ -111,11 +111,12 @@ impl Bounds<'_> {
     pub fn sets_within(&self, levels: &[LevelCost], us: f64) -> Option<DownSets> {
         // The part after a cut has at most the units that the ops before it leave over. A part inside a replicated
         // group may take proportionally longer.
+        let inner: f64 = levels[..levels.len() - 1].iter().map(|level| f64::from(level.count)).product();
+        let capacity_us = us * inner;
         let crosses = |space: &DownSets, at: usize| {
             let mut above = 1.0;
             levels.iter().enumerate().rev().any(|(index, level)| {
-                let before =
-                    if index + 1 == levels.len() { space.compute[at] / self.unit_capacity_us(levels, us) } else { 0.0 };
+                let before = if index + 1 == levels.len() { space.compute[at] / capacity_us } else { 0.0 };
                 let left = f64::from(level.count) - (before * (1.0 - 1e-9)).ceil();
                 let within = left >= 1.0 && self.cost.entry_us(level, space.cut[at], left as u32) <= us * above;
                 above *= f64::from(level.count);
@@ -123,12 +124,6 @@ impl Bounds<'_> {
             })
         };
         self.space.as_ref().map(|space| space.only(|at| crosses(space, at)))
-    }
-
-    /// Microseconds of compute that one outermost unit can do within `us`.
-    fn unit_capacity_us(&self, levels: &[LevelCost], us: f64) -> f64 {
-        let inner: f64 = levels[..levels.len() - 1].iter().map(|level| f64::from(level.count)).product();
-        us * inner
     }
 }
 

@@ -168,7 +168,7 @@ impl ClassDp {
     }
 
     fn table(&self, placing: &PlacementQuery<'_>, measure: Measure, limit: f64, counted: MemoryScope) -> Table {
-        let sets = placing.places.len();
+        let sets = placing.places.space.len();
         let (whole, layers) = (sets - 1, placing.layers());
         let is_layered = usize::from(layers.is_some());
         let none = Entry { value: f64::INFINITY, to: 0, take: 0 };
@@ -345,7 +345,7 @@ impl<'a> Costs<'a> {
         }
         let key = take.devices as usize * self.counts.paces + take.which;
         if self.shares[key].0 != self.begun {
-            let rest = u32::from(self.to + 1 < self.placing.places.len());
+            let rest = u32::from(self.to + 1 < self.placing.places.space.len());
             let share = |recompute| {
                 let range = (self.from, self.to);
                 let share =

@@ -3,7 +3,6 @@
 use crate::partition::milp::formulation::Formulation;
 use crate::partition::search::build_plan;
 use crate::plan::gradient_buffers::GradientBuffers;
-use crate::plan::in_flight;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::profile::arena::{Arena, ArenaPosition, Way};
 use crate::profile::cost_graph::Flows;
@@ -34,9 +33,9 @@ impl Formulation<'_> {
     pub(super) fn memory(&mut self) {
         const MANY: u64 = 1 << 40;
         let problem = self.scope.problem;
-        let flow = build_plan::flow(problem, problem.cluster.devices());
-        let pending_weight_grads = in_flight::pending_weight_grads(&flow, &self.choice.replicas, &self.choice.caps);
-        let multiples = build_plan::multiples(problem, &self.choice.replicas, &self.choice.caps, &pending_weight_grads);
+        let (replicas, caps) = (&self.choice.replicas, &self.choice.caps);
+        let pending = build_plan::pending_weight_grads(problem, replicas, caps);
+        let multiples = build_plan::multiples(problem, replicas, caps, &pending);
         let (used, flows) = (problem.graph.summed_bytes(), problem.graph.flows());
         for (stage, multiples) in multiples.into_iter().enumerate() {
             let Some(limit) = problem.limit_of(self.choice.devices(stage)) else { continue };

@@ -171,12 +171,10 @@ impl Search<'_> {
     /// Solves the programs within the budget; returns the undecided ones.
     fn run<'c>(&mut self, choices: &'c [Choice]) -> Vec<Open<'c>> {
         let share = self.clock / (choices.len().max(1) as u32 * 2);
-        let mut open = Vec::new();
-        for choice in choices {
-            self.ask(choice, FIRST_NODES.min(self.nodes), share, &mut open);
-        }
+        let first = choices.iter().filter_map(|choice| self.ask(choice, FIRST_NODES.min(self.nodes), share));
+        let mut open: Vec<Open<'_>> = first.collect();
         // Programs with the lowest bounds first, because they determine the proven bound; the sort is stable.
-        open.sort_by(|left: &Open<'_>, right| left.bound_us.total_cmp(&right.bound_us));
+        open.sort_by(|left, right| left.bound_us.total_cmp(&right.bound_us));
         let mut left = Vec::new();
         let half = self.clock / 2;
         for (at, Open { choice, bound_us }) in open.iter().enumerate() {
@@ -184,25 +182,24 @@ impl Search<'_> {
                 left.push(Open { choice, bound_us: *bound_us });
                 continue;
             }
-            let mut again = Vec::new();
-            self.ask(choice, self.nodes, half / (open.len() - at) as u32, &mut again);
+            let again = self.ask(choice, self.nodes, half / (open.len() - at) as u32);
             // The bound of the first round also holds.
-            left.extend(again.into_iter().map(|again| Open { bound_us: again.bound_us.max(*bound_us), ..again }));
+            left.extend(again.map(|again| Open { bound_us: again.bound_us.max(*bound_us), ..again }));
         }
         // Later solutions may close earlier programs.
         left.retain(|open| self.best_us.is_none_or(|best| open.bound_us < best * (1.0 - GAIN)));
         left
     }
 
-    /// Solves one program with a node limit; adds it to `open` if it stays undecided.
-    fn ask<'c>(&mut self, choice: &'c Choice, nodes: u64, clock: Duration, open: &mut Vec<Open<'c>>) {
+    /// Solves one program with a node limit; returns it if it stays undecided.
+    fn ask<'c>(&mut self, choice: &'c Choice, nodes: u64, clock: Duration) -> Option<Open<'c>> {
         if let Some(best) = self.best_us {
             self.scope.most = best / self.scope.unit_us * (1.0 - GAIN);
         }
         let mut answer = None;
         for (finest, is_reversed) in WAYS {
             self.scope.finest = finest;
-            let Some(program) = Formulation::of(&self.scope, choice) else { return };
+            let program = Formulation::of(&self.scope, choice)?;
             let (mut program, meaning) = program.into_parts();
             if is_reversed {
                 program.rows.reverse();
@@ -214,7 +211,7 @@ impl Search<'_> {
                 break;
             }
         }
-        let Some((answer, meaning)) = answer else { return };
+        let (answer, meaning) = answer?;
         self.nodes = self.nodes.saturating_sub(answer.nodes);
         self.used += answer.nodes.max(1);
         let mut is_closed = answer.ended == Ended::Proven;
@@ -223,13 +220,13 @@ impl Search<'_> {
             let offered = meaning.stages(values).map(|stages| self.offer(choice, stages));
             is_closed &= offered == Some(true);
         }
-        if !is_closed {
-            // Slack, because the bound was computed in floating point.
-            let bound = if answer.bound.is_finite() { answer.bound * (1.0 - 1e-7) } else { 0.0 };
-            let bound_us = bound * self.scope.unit_us;
-            open.push(Open { choice, bound_us });
-            self.ended = self.ended.max(answer.ended);
+        if is_closed {
+            return None;
         }
+        self.ended = self.ended.max(answer.ended);
+        // Slack, because the bound was computed in floating point.
+        let bound = if answer.bound.is_finite() { answer.bound * (1.0 - 1e-7) } else { 0.0 };
+        Some(Open { choice, bound_us: bound * self.scope.unit_us })
     }
 
     /// Prices a partition with the cost model; returns whether it fits and is the best so far.

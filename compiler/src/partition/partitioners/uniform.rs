@@ -48,14 +48,9 @@ mod tests {
 
     #[test]
     fn shares_are_even_and_every_stage_has_an_op() {
-        let graph = |times: &[f64]| CostGraph {
-            ops: times
-                .iter()
-                .enumerate()
-                .map(|(id, &t)| OpCost { id: id as u32, fwd_us: t, ..OpCost::default() })
-                .collect(),
-            ..CostGraph::default()
-        };
+        let op = |(id, &fwd_us): (usize, &f64)| OpCost { id: id as u32, fwd_us, ..OpCost::default() };
+        let graph =
+            |times: &[f64]| CostGraph { ops: times.iter().enumerate().map(op).collect(), ..CostGraph::default() };
         let stages = |times: &[f64], spec: &str| {
             let shape = uniform(&graph(times), &levels(spec).unwrap());
             shape.leaves().iter().map(|leaf| leaf.ops.len()).collect::<Vec<_>>()

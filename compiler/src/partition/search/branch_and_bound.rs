@@ -119,7 +119,7 @@ impl BranchAndBound<'_, '_> {
 
     fn extend(&mut self, prefix: &mut Prefix, layer: usize, from: usize, w: u32) -> bool {
         let placing = self.placing;
-        let whole = placing.places.len() - 1;
+        let whole = placing.places.space.len() - 1;
         if from == whole {
             let us = prefix.us(placing);
             if us < self.best_us * (1.0 - 1e-12) {

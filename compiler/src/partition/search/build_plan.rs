@@ -232,8 +232,8 @@ pub fn holdings(problem: &Problem, shape: &Shape) -> Vec<MemoryTerms> {
 }
 
 /// Pending weight gradients of each stage for the given caps; empty if backwards are not split.
-pub fn pending_weight_grads(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
-    in_flight::pending_weight_grads(&flow(problem, problem.cluster.devices()), &shape.replicas(), caps)
+pub fn pending_weight_grads(problem: &Problem, replicas: &[u32], caps: &[u32]) -> Vec<u32> {
+    in_flight::pending_weight_grads(&flow(problem, problem.cluster.devices()), replicas, caps)
 }
 
 /// The memory of each stage; `holdings` are its memory terms, `caps` the in-flight limits, and `pending_weight_grads` the pending weight
@@ -437,6 +437,7 @@ pub struct StageCosts {
     weight_grad_us: Option<f64>,
     buckets: Vec<GradientBucket>,
     parameter_bytes: u64,
+    /// 0 if they are as many as those of the parameters.
     gradient_bytes: u64,
 }
 
@@ -456,6 +457,8 @@ impl StageCosts {
             }
         }
         .filter(|_| layers != Some(0));
+        let bytes = |of: fn(&ParamCost) -> u64| parameter_bytes(problem, ops, of);
+        let (weights, sums) = (bytes(|param| param.bytes), bytes(|param| param.sum_bytes));
         let is_known = ops.iter().any(|&op| costs[op as usize].weight_grad_us.is_some());
         StageCosts {
             recompute: recompute.is_any() && layers != Some(0),
@@ -468,8 +471,8 @@ impl StageCosts {
             } else {
                 Vec::new()
             },
-            parameter_bytes: parameter_bytes(problem, ops, |param| param.bytes),
-            gradient_bytes: gradient_bytes(problem, ops),
+            parameter_bytes: weights,
+            gradient_bytes: if sums == weights { 0 } else { sums },
         }
     }
 
@@ -530,13 +533,6 @@ fn parameter_bytes(problem: &Problem, ops: &[u32], bytes: impl Fn(&ParamCost) ->
     let is_used = |users: &[OpId]| users.iter().any(|user| ops.binary_search(&user.0).is_ok());
     let used = problem.graph.params.iter().filter(|param| is_used(&param.users));
     used.fold(0, |sum: u64, param| sum.saturating_add(bytes(param)))
-}
-
-/// Bytes of the gradient sums of these ops; 0 if they are as many as those of the parameters.
-fn gradient_bytes(problem: &Problem, ops: &[u32]) -> u64 {
-    let (weights, sums) =
-        (parameter_bytes(problem, ops, |param| param.bytes), parameter_bytes(problem, ops, |param| param.sum_bytes));
-    if sums == weights { 0 } else { sums }
 }
 
 /// The tensors sent between stages, each directly from its producer to every stage that reads it.

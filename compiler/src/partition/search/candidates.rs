@@ -115,9 +115,9 @@ impl SearchContext<'_> {
         if is_ours && !lines.are_whole() {
             let (far, looked_at) = lines.far(bound_us, known_us);
             states += looked_at;
-            if let Some(far) = far {
-                known_us = far.us;
-                shape = Some(far.shape);
+            if let Some((better, us)) = far {
+                known_us = us;
+                shape = Some(better);
             }
         }
         let budget = self.options.budget.unwrap_or_else(|| {

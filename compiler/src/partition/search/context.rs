@@ -88,7 +88,7 @@ impl<'a> SearchContext<'a> {
         spots: Vec<build_plan::StagePosition>,
         caps: Vec<u32>,
     ) -> PlanCandidate {
-        let pending_weight_grads = build_plan::pending_weight_grads(self.problem, &shape, &caps);
+        let pending_weight_grads = build_plan::pending_weight_grads(self.problem, &shape.replicas(), &caps);
         self.priced(name, shape, spots, caps, pending_weight_grads)
     }
 

@@ -6,7 +6,6 @@
 use crate::partition::search::build_plan::{self, Placed, Recompute, StageCosts, StagePosition};
 use crate::partition::search::range_costs::RangeCosts;
 use crate::plan::cost_estimate::{FlowQuery, outlook};
-use crate::plan::in_flight;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::{Problem, Recomputation};
 use crate::plan::tied;
@@ -102,8 +101,7 @@ impl<'a> Evaluator<'a> {
         let mut recomputed = vec![if full { 1.0 } else { 0.0 }; spots.len()];
         let mut is_slower = false;
         let mut memory = Vec::with_capacity(spots.len());
-        let flow = build_plan::flow(problem, problem.cluster.devices());
-        let pending = in_flight::pending_weight_grads(&flow, &wanted.replicas, &caps);
+        let pending = build_plan::pending_weight_grads(problem, &wanted.replicas, &caps);
         let multiples = build_plan::multiples(problem, &wanted.replicas, &caps, &pending);
         for (at, multiples) in multiples.into_iter().enumerate() {
             let (first, replicas) = (spots[at].first, wanted.replicas[at]);

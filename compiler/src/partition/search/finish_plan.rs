@@ -222,28 +222,27 @@ fn predicted(problem: &Problem, chosen: &PlanCandidate, minibatch_us: f64, stage
     let operations = operations(problem, chosen);
     let samples = problem.micro_batch as f64 * f64::from(problem.microbatches);
     let rate = |us: f64| if us > 0.0 { samples * 1e6 / us } else { 0.0 };
-    if problem.cost == CostModel::Pipec {
+    let (step_us, throughput_per_s, bubble) = if problem.cost == CostModel::Pipec {
         let asked = build_plan::asked(problem);
         let looked =
             |asked: &FlowQuery| build_plan::outlook(problem, asked, &chosen.shape, &chosen.spots, &chosen.caps);
         let CostEstimate { step_us, bubble, .. } = looked(&asked);
-        // Throughput is set by the slowest stage, because micro-batches overlap.
-        let following = looked(&FlowQuery { latency: false, ..asked }).step_us;
-        let Some(objective) = objective_us else {
-            let throughput_per_s = rate(following);
-            return Predicted { minibatch_us, objective_us, step_us, throughput_per_s, bubble, ..operations };
-        };
-        // Busy time is unchanged; only the total differs.
-        let busy_us = (1.0 - bubble) * objective;
-        let flushes = !problem.schedule.is_continuous();
-        let bubble = if flushes && minibatch_us > 0.0 { (1.0 - busy_us / minibatch_us).max(0.0) } else { bubble };
-        let (step_us, throughput_per_s) = (minibatch_us, rate(minibatch_us));
-        return Predicted { minibatch_us, objective_us, step_us, throughput_per_s, bubble, ..operations };
-    }
-    let (m, p) = (f64::from(problem.microbatches), stages as f64);
-    let fill = if problem.schedule.is_continuous() { 0.0 } else { p - 1.0 };
-    let step_us = minibatch_us * (m + fill);
-    let (throughput_per_s, bubble) = (rate(step_us), fill / (m + fill));
+        match objective_us {
+            // Throughput is set by the slowest stage, because micro-batches overlap.
+            None => (step_us, rate(looked(&FlowQuery { latency: false, ..asked }).step_us), bubble),
+            // Busy time is unchanged; only the total differs.
+            Some(objective) if !problem.schedule.is_continuous() && minibatch_us > 0.0 => {
+                let busy_us = (1.0 - bubble) * objective;
+                (minibatch_us, rate(minibatch_us), (1.0 - busy_us / minibatch_us).max(0.0))
+            }
+            Some(_) => (minibatch_us, rate(minibatch_us), bubble),
+        }
+    } else {
+        let (m, p) = (f64::from(problem.microbatches), stages as f64);
+        let fill = if problem.schedule.is_continuous() { 0.0 } else { p - 1.0 };
+        let step_us = minibatch_us * (m + fill);
+        (step_us, rate(step_us), fill / (m + fill))
+    };
     Predicted { minibatch_us, objective_us, step_us, throughput_per_s, bubble, ..operations }
 }
 

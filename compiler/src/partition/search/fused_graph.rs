@@ -18,7 +18,7 @@ pub struct FusedGraph<'a> {
     place: Vec<u32>,
     /// For each fused op: the ids of its ops, ascending.
     members: Vec<Vec<u32>>,
-    leaders: Vec<u32>,
+    pub leaders: Vec<u32>,
 }
 
 impl<'a> FusedGraph<'a> {
@@ -37,14 +37,6 @@ impl<'a> FusedGraph<'a> {
 
     pub fn place(&self, op: usize) -> usize {
         self.place[op] as usize
-    }
-
-    pub fn len(&self) -> usize {
-        self.leaders.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.leaders.is_empty()
     }
 
     /// The op that a fused op is named after.

@@ -117,16 +117,18 @@ impl Line<'_> {
         }
         let Some((us, mut cuts)) = best else { return };
         self.improve(&mut cuts, us, replicas, &spots(Recompute::None), found);
+        let Counts { caps, pending_weight_grads: pending } = counts;
+        let candidate =
+            |spots| question.priced("pipec", self.shape(&cuts, replicas), spots, caps.clone(), pending.clone());
         if self.problem.recomputation().is_full() {
-            found.candidates.push(self.candidate(question, &cuts, replicas, spots(Recompute::All), &counts));
+            found.candidates.push(candidate(spots(Recompute::All)));
             return;
         }
-        let plain = self.candidate(question, &cuts, replicas, spots(Recompute::None), &counts);
+        let plain = candidate(spots(Recompute::None));
         // Recomputes only if the plan does not fit otherwise.
         if !plain.fits && self.problem.recomputation() == Recomputation::Auto {
-            let again = self.candidate(question, &cuts, replicas, spots(Recompute::All), &counts);
-            let chosen = self.recomputed(&plain, &again);
-            found.candidates.push(self.candidate(question, &cuts, replicas, chosen, &counts));
+            let again = candidate(spots(Recompute::All));
+            found.candidates.push(candidate(self.recomputed(&plain, &again)));
         }
         found.candidates.push(plain);
     }
@@ -201,18 +203,6 @@ impl Line<'_> {
     fn time(&self, cuts: &[usize], replicas: u32, spots: &[StagePosition]) -> f64 {
         let shape = self.shape(cuts, replicas);
         build_plan::minibatch_us(self.problem, &shape, spots, &build_plan::caps(self.problem, &shape.replicas()))
-    }
-
-    fn candidate(
-        &self,
-        question: &SearchContext<'_>,
-        cuts: &[usize],
-        replicas: u32,
-        spots: Vec<StagePosition>,
-        counts: &Counts,
-    ) -> PlanCandidate {
-        let Counts { caps, pending_weight_grads } = counts.clone();
-        question.priced("pipec", self.shape(cuts, replicas), spots, caps, pending_weight_grads)
     }
 }
 

@@ -30,11 +30,6 @@ pub struct Lines<'a> {
     places: usize,
 }
 
-pub struct Best {
-    pub us: f64,
-    pub shape: Shape,
-}
-
 impl Lines<'_> {
     pub fn of<'a>(problem: &'a Problem, levels: &'a [LevelCost]) -> Lines<'a> {
         let ops = problem.graph.ops.len();
@@ -89,19 +84,20 @@ impl Lines<'_> {
 
     /// Bottleneck search on long orders; returns a result only if it is faster than `known_us`. `low_us` is a lower
     /// bound.
-    pub fn far(&self, low_us: f64, known_us: f64) -> (Option<Best>, u64) {
-        let (mut best, mut known, mut states): (Option<Best>, f64, u64) = (None, known_us, 0);
+    pub fn far(&self, low_us: f64, known_us: f64) -> (Option<(Shape, f64)>, u64) {
+        let (mut best, mut known, mut states) = (None, known_us, 0);
         for order in &self.orders {
             states += order.len() as u64 + 1;
             if let Some(found) = self.walk(order, low_us, known) {
-                known = found.us;
+                known = found.1;
                 best = Some(found);
             }
         }
         (best, states)
     }
 
-    fn walk(&self, order: &[u32], low_us: f64, known_us: f64) -> Option<Best> {
+    /// A better shape along an order, and its time.
+    fn walk(&self, order: &[u32], low_us: f64, known_us: f64) -> Option<(Shape, f64)> {
         let graph = &self.problem.graph;
         let op = |&op: &u32| &graph.ops[op as usize];
         let compute = running_sums(order, |sum, at| sum + op(at).fwd_us + op(at).bwd_us);
@@ -127,6 +123,6 @@ impl Lines<'_> {
         };
         let shape = Shape { groups: bottleneck.groups(bracket.high_us, &between)?, is_flat: false };
         let us = shape.on_levels_us(self.problem, self.levels);
-        (us < known_us && !same(us, known_us)).then_some(Best { us, shape })
+        (us < known_us && !same(us, known_us)).then_some((shape, us))
     }
 }

@@ -251,7 +251,7 @@ impl Search<'_> {
         for mut placing in numbers.placings(problem, &places, &fleet, rules) {
             placing.steps = match self.question.among.depth {
                 Depth::Glance | Depth::Tables => 0,
-                Depth::Draft | Depth::Whole if is_whole && places.len() <= FEW => steps,
+                Depth::Draft | Depth::Whole if is_whole && places.space.len() <= FEW => steps,
                 Depth::Draft | Depth::Whole => steps / 16,
             };
             if problem.objective == Objective::Memory {
@@ -259,7 +259,7 @@ impl Search<'_> {
                 self.offer(&places, &placements);
                 // Then the fastest partition with this peak memory.
                 placing.memory_limit = Some(bytes);
-                self.found.states += places.len() as u64;
+                self.found.states += places.space.len() as u64;
             }
             let free = *known;
             let solved = placing.solve(free);
@@ -365,7 +365,7 @@ impl AssumedPipelines {
             rules.iter().flat_map(move |rules| self.list.iter().map(move |&(exactly, first)| (rules, exactly, first)));
         each.filter_map(move |(rules, exactly, first)| {
             let exceeds = |stages: usize| exactly.is_some_and(|workers| stages > workers as usize);
-            if rules.stages.is_some_and(|stages| stages >= places.len() || exceeds(stages)) {
+            if rules.stages.is_some_and(|stages| stages >= places.space.len() || exceeds(stages)) {
                 return None;
             }
             if let (First::Known(first), Some(replicas)) = (first, rules.replicas.as_deref())

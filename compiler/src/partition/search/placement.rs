@@ -81,7 +81,7 @@ impl PlacementQuery<'_> {
     }
 
     pub fn layers(&self) -> Option<usize> {
-        self.rules.stages.or(self.rules.most_stages).map(|most| most.min(self.places.len() - 1))
+        self.rules.stages.or(self.rules.most_stages).map(|most| most.min(self.places.space.len() - 1))
     }
 
     /// Possible stage counts of a whole partition, as table layers; none if there are too few places for them.

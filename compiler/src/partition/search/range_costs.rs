@@ -168,14 +168,6 @@ impl<'a> RangeCosts<'a> {
         &self.crossing[set]
     }
 
-    pub fn len(&self) -> usize {
-        self.forward.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len() < 2
-    }
-
     pub fn has(&self, set: usize, op: usize) -> bool {
         self.bits[set * self.words + op / 64] >> (op % 64) & 1 == 1
     }

@@ -166,9 +166,7 @@ pub fn candidates_without_limit(question: &SearchContext<'_>, states: &mut u64) 
         return Vec::new();
     }
     let roomy = Problem { memory_limit: None, recompute: Recomputation::Never, ..problem.clone() };
-    let mut baselines = question.baselines();
-    baselines.iter_mut().for_each(|baseline| baseline.fits = false);
-    let Ok(found) = pipec_rules::found(&question.about(&roomy), &baselines) else { return Vec::new() };
+    let Ok(found) = pipec_rules::found(&question.about(&roomy), &unfit_baselines(question)) else { return Vec::new() };
     *states += found.states;
     let mut candidates = found.candidates;
     candidates.retain(|candidate| candidate.name == "pipec");
@@ -190,10 +188,7 @@ fn candidates_with_reserved_memory(
     let problem = Problem { room, ..question.problem.clone() };
     let among = SearchLimits { known_us, ..question.among };
     let asked = SearchContext { problem: &problem, among, ..*question };
-    // The baselines must not stop the search early.
-    let mut baselines = question.baselines();
-    baselines.iter_mut().for_each(|baseline| baseline.fits = false);
-    let Ok(more) = pipec_rules::found(&asked, &baselines) else { return Vec::new() };
+    let Ok(more) = pipec_rules::found(&asked, &unfit_baselines(question)) else { return Vec::new() };
     found.states += more.states;
     let mut candidates: Vec<PlanCandidate> = more
         .candidates
@@ -203,6 +198,11 @@ fn candidates_with_reserved_memory(
         .collect();
     candidates.sort_by(|left, right| order(problem.objective, left, right));
     candidates
+}
+
+/// Baselines that do not stop a search early.
+fn unfit_baselines(question: &SearchContext<'_>) -> [PlanCandidate; 3] {
+    question.baselines().map(|baseline| PlanCandidate { fits: false, ..baseline })
 }
 
 /// Simulates the baselines whose estimates are not comparable: all under a flush, otherwise those that seem faster than

@@ -175,7 +175,7 @@ fn efficiency_warning(which: &str, percent: f64) -> String {
 
 fn memory(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u32]) -> Vec<StageMemory> {
     let holdings = build_plan::holdings(problem, shape);
-    let pending = build_plan::pending_weight_grads(problem, shape, caps);
+    let pending = build_plan::pending_weight_grads(problem, &shape.replicas(), caps);
     build_plan::memory(problem, shape, spots, &holdings, caps, &pending)
 }
 

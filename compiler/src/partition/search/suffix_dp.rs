@@ -62,7 +62,7 @@ impl Table {
 impl PlacementQuery<'_> {
     /// Fills a table; omits stages busier than `limit`. `loads` are those of this query, for the measure.
     pub fn table(&self, measure: Measure, limit: f64, loads: &mut StageLoads<'_>) -> Table {
-        let (sets, devices) = (self.places.len(), self.devices as usize);
+        let (sets, devices) = (self.places.space.len(), self.devices as usize);
         let layers = self.layers();
         let given = self.rules.replicas.as_ref().filter(|_| self.uses_all_devices());
         let only = given.map(|given| (0..=given.len()).rev().map(|stage| sum_of(&given[stage..])).collect::<Vec<_>>());
@@ -198,7 +198,7 @@ impl PlacementQuery<'_> {
         if !value.is_finite() {
             return None;
         }
-        let whole = self.places.len() - 1;
+        let whole = self.places.space.len() - 1;
         let mut placements = Vec::new();
         let mut at = 0;
         while at < whole {
