@@ -436,7 +436,7 @@ impl Search<'_> {
         }
         let schedule = Schedule::TwoBw;
         let replicas: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
-        let task = Task::Given { schedule, zero: plan.zero(), replicas };
+        let task = Task::Replicas { schedule, zero: plan.zero(), given: Some(replicas) };
         let planned = task.planned(&self.variants[variant], &self.request.options, false);
         let minibatch_us = planned.ok()?.plan.predicted.minibatch_us;
         (minibatch_us < plan.predicted.minibatch_us).then_some(Alternative { schedule, minibatch_us })
