@@ -62,8 +62,8 @@ pub fn solve_fast(
     Ok(planned)
 }
 
-/// The plan for these costs, and the costs of the model on tensor-parallel groups. Under a flush, candidates are simulated, or
-/// else compared by the cost model.
+/// The plan for these costs, and the costs of the model on tensor-parallel groups. Under a flush, candidates are
+/// simulated, or else compared by the cost model.
 pub fn solve_with_groups(
     file: &Path,
     costs: Costs,

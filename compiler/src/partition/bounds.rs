@@ -16,4 +16,4 @@ pub mod min_memory;
 mod random;
 
 #[cfg(test)]
-mod random_graph;
+pub mod test_graphs;

@@ -28,8 +28,8 @@ pub struct PlannerOptions<'a> {
 }
 
 impl PlannerOptions<'_> {
-    /// Rejects invalid problems, problems that no partitioner supports, and options that the chosen partitioner does not
-    /// support.
+    /// Rejects invalid problems, problems that no partitioner supports, and options that the chosen partitioner does
+    /// not support.
     pub fn check(&self, problem: &Problem) -> Result<(), ProblemError> {
         problem.check()?;
         let devices = problem.cluster.devices();

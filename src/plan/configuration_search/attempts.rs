@@ -18,7 +18,6 @@ use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::Zero;
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
-use std::collections::hash_map::Entry;
 
 /// Plans that are improved move by move, those of them under one schedule, and on groups.
 const IMPROVED: usize = 5;
@@ -264,11 +263,9 @@ impl Search<'_> {
 
     /// Makes the variant of a size on single devices.
     fn make_variant(&mut self, source: &dyn SizedCosts, micro_batch: u64) -> Option<usize> {
-        let costs = match self.costs.entry(micro_batch) {
-            Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(unknown) => unknown.insert(source.at(micro_batch).ok()?),
-        };
-        let costs = costs.clone();
+        let known = self.costs.get(&micro_batch).cloned();
+        let costs = known.map_or_else(|| source.at(micro_batch), Ok).ok()?;
+        self.costs.insert(micro_batch, costs.clone());
         self.variants.push(Variant::new(self.request, costs, None, self.batch).ok()?);
         Some(self.variants.len() - 1)
     }

@@ -381,7 +381,7 @@ mod tests {
     use super::*;
     use crate::cluster::read::levels;
     use crate::partition::bounds::random::Random;
-    use crate::partition::bounds::random_graph::graph;
+    use crate::partition::bounds::test_graphs::graph;
     use crate::partition::dp::nested_partition::Shape;
     use crate::partition::options::PlannerOptions;
     use crate::partition::planner::plan;

@@ -423,21 +423,11 @@ fn bits<'a>(set: &'a [u64], without: &'a [u64]) -> impl Iterator<Item = usize> +
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::partition::bounds::test_graphs::of_edges;
     use crate::partition::search::downsets::{DownSets, Growth};
     use crate::partition::search::linear_search;
     use crate::plan::problem::CostModel;
-    use crate::profile::cost_graph::{OpCost, TensorCost};
-
-    fn graph(edges: &[(u32, u32)], bytes: &[u64]) -> CostGraph {
-        let mut graph = CostGraph::default();
-        for (id, &bytes) in bytes.iter().enumerate() {
-            let id = id as u32;
-            graph.ops.push(OpCost { id, fwd_us: 100.0, out_bytes: bytes, ..OpCost::default() });
-            let readers: Vec<u32> = edges.iter().filter(|(from, _)| *from == id).map(|(_, to)| *to).collect();
-            graph.tensors.push(TensorCost::new(id, bytes, &readers));
-        }
-        graph
-    }
+    use crate::profile::cost_graph::OpCost;
 
     fn crossing(graph: &CostGraph, most_steps: u64) -> Option<MinCutBytes> {
         let everywhere = std::iter::once((0.0, graph.total_us()));
@@ -448,7 +438,7 @@ mod tests {
     fn the_least_charge_of_every_place_is_found() {
         // Two branches of two ops leave op 0 and join in op 5; op 6 follows.
         let edges = [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5), (5, 6)];
-        let graph = graph(&edges, &[7, 20, 3, 30, 5, 40, 1]);
+        let graph = of_edges(&edges, &[7, 20, 3, 30, 5, 40, 1]);
         let crossing = crossing(&graph, 1_000_000).unwrap();
         let space = DownSets::grow(&graph, CostModel::Pipedream, Growth::All, 1000).unwrap();
         for ops in 1..7 {
@@ -468,7 +458,7 @@ mod tests {
     #[test]
     fn what_leads_to_an_open_branch_is_charged_though_it_is_read_inside() {
         // Op 4 is unread: with it on the frontier, op 0 is charged while any other branch continues.
-        let graph = graph(&[(0, 1), (1, 2), (2, 3), (0, 4)], &[100, 1, 1, 1, 1]);
+        let graph = of_edges(&[(0, 1), (1, 2), (2, 3), (0, 4)], &[100, 1, 1, 1, 1]);
         let crossing = crossing(&graph, 1_000_000).unwrap();
         // Ops 0 to 3 without op 4, or all ops without op 3.
         assert_eq!(crossing.pieces(400.0, 400.0)[0].bytes, 101.0);
@@ -479,7 +469,7 @@ mod tests {
     #[test]
     fn few_steps_show_less_and_nothing_wrong() {
         let edges: Vec<(u32, u32)> = (1..20).map(|to| (0, to)).collect();
-        let graph = graph(&edges, &[10; 20]);
+        let graph = of_edges(&edges, &[10; 20]);
         let (few, many) = (crossing(&graph, 2000).unwrap(), crossing(&graph, 2_000_000).unwrap());
         let all = |crossing: &MinCutBytes| -> Vec<f64> {
             crossing.pieces(100.0, 1900.0).into_iter().map(|piece| piece.bytes).collect()

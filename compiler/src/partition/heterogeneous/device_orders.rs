@@ -107,17 +107,12 @@ impl Units<'_> {
     /// Start orders: the original one, and those that keep classes together at every level, for every class permutation
     /// if there are few classes, otherwise by speed.
     pub fn starts(&self) -> Vec<Sequence> {
-        let mut classes: Vec<u32> = self.own.clone();
-        classes.sort_unstable();
-        classes.dedup();
+        let mut classes = Vec::from_iter(self.own.iter().copied().collect::<BTreeSet<u32>>());
         let mut ranks: Vec<Vec<u32>> = Vec::new();
         if classes.len() <= MOST_RANKED {
-            let mut next = classes;
-            loop {
-                ranks.push(next.clone());
-                if !advance(&mut next) {
-                    break;
-                }
+            ranks.push(classes.clone());
+            while advance(&mut classes) {
+                ranks.push(classes.clone());
             }
         } else {
             let speed = |class: u32| self.cluster.classes[class as usize].speed.unwrap_or(1.0);
@@ -211,15 +206,14 @@ impl Units<'_> {
 }
 
 fn runs(units: &[&[u32]]) -> Vec<(usize, usize)> {
-    let mut runs = Vec::new();
-    let mut from = 0;
-    for to in 1..=units.len() {
-        if to == units.len() || units[to] != units[from] {
-            runs.push((from, to));
-            from = to;
-        }
-    }
-    runs
+    let mut end = 0;
+    let same = units.chunk_by(|left, right| left == right);
+    same.map(|run| {
+        let from = end;
+        end += run.len();
+        (from, end)
+    })
+    .collect()
 }
 
 /// Advances to the next permutation in lexicographic order, if there is one.

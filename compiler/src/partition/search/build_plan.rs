@@ -326,8 +326,8 @@ pub fn multiples(
     replicas.iter().enumerate().map(one).collect()
 }
 
-/// The multipliers of a stage at a known position of the pipeline, without recomputation; `first` is what is known of the
-/// first stage.
+/// The multipliers of a stage at a known position of the pipeline, without recomputation; `first` is what is known of
+/// the first stage.
 pub fn multiples_at(
     problem: &Problem,
     flow: &ScheduleFlow,

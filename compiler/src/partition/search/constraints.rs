@@ -7,8 +7,8 @@ use crate::profile::cost_graph::CostGraph;
 use crate::text::name::short_name;
 use crate::text::suggest::hint;
 
-/// The number of stages, if replicas, cuts or in-flight limits are given. They must agree, and there must be devices and ops
-/// for as many stages.
+/// The number of stages, if replicas, cuts or in-flight limits are given. They must agree, and there must be devices
+/// and ops for as many stages.
 pub fn stages(problem: &Problem) -> Result<Option<usize>, ProblemError> {
     let cuts = problem.constraints.cut_after.as_ref().map(|names| names.len() + 1);
     let replicas = problem.constraints.replicas.as_ref().map(Vec::len);
@@ -143,18 +143,15 @@ fn named(graph: &CostGraph, flag: &'static str, name: &str) -> Result<Vec<usize>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::cost_graph::{OpCost, TensorCost};
+    use crate::partition::bounds::test_graphs::of_edges;
 
     fn graph() -> CostGraph {
-        let op = |id: u32, name: &str, module: &str| OpCost {
-            id,
-            name: name.into(),
-            module: module.into(),
-            ..OpCost::default()
-        };
-        let ops = vec![op(0, "conv", "stem"), op(1, "left", "block.0"), op(2, "right", "block.1"), op(3, "add", "")];
-        let tensor = |from, to: &[u32]| TensorCost::new(from, 1, to);
-        CostGraph { ops, tensors: vec![tensor(0, &[1, 2]), tensor(1, &[3]), tensor(2, &[3])], ..CostGraph::default() }
+        let mut graph = of_edges(&[(0, 1), (0, 2), (1, 3), (2, 3)], &[1; 4]);
+        let names = [("conv", "stem"), ("left", "block.0"), ("right", "block.1"), ("add", "")];
+        for (op, (name, module)) in graph.ops.iter_mut().zip(names) {
+            (op.name, op.module) = (name.into(), module.into());
+        }
+        graph
     }
 
     fn cut(names: &[&str]) -> Result<(Vec<u32>, Vec<usize>), ProblemError> {

@@ -214,22 +214,13 @@ fn closed_sets(graph: &CostGraph, growth: Growth, budget: usize) -> Option<Vec<V
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::cost_graph::{OpCost, TensorCost};
-
-    fn graph(ops: u32, edges: &[(u32, u32)]) -> CostGraph {
-        let op = |id| OpCost { id, fwd_us: 1.0, bwd_us: 1.0, out_bytes: 10 << id, ..OpCost::default() };
-        let tensor = |producer: u32| {
-            let readers: Vec<u32> = edges.iter().filter(|(from, _)| *from == producer).map(|(_, to)| *to).collect();
-            TensorCost::new(producer, 10 << producer, &readers)
-        };
-        CostGraph { ops: (0..ops).map(op).collect(), tensors: (0..ops).map(tensor).collect(), ..CostGraph::default() }
-    }
+    use crate::partition::bounds::test_graphs::of_edges;
 
     const COST: CostModel = CostModel::Pipedream;
 
     #[test]
     fn a_diamond_has_its_closed_sets() {
-        let diamond = graph(4, &[(0, 1), (0, 2), (1, 3), (2, 3)]);
+        let diamond = of_edges(&[(0, 1), (0, 2), (1, 3), (2, 3)], &[10, 20, 40, 80]);
         let space = DownSets::grow(&diamond, COST, Growth::FirstSource, 100).unwrap();
         // {}, {0}, {0,1}, {0,2}, {0,1,2}, all
         assert_eq!(space.len(), 6);
@@ -243,9 +234,10 @@ mod tests {
 
     #[test]
     fn parts_that_nothing_joins_are_all_covered() {
-        let space = DownSets::grow(&graph(4, &[(0, 2), (1, 3)]), COST, Growth::FirstSource, 100).unwrap();
+        let graph = of_edges(&[(0, 2), (1, 3)], &[10, 20, 40, 80]);
+        let space = DownSets::grow(&graph, COST, Growth::FirstSource, 100).unwrap();
         assert_eq!(space.between(0, space.len() - 1), [0, 1, 2, 3]);
-        let all = DownSets::grow(&graph(4, &[(0, 2), (1, 3)]), COST, Growth::All, 100).unwrap();
+        let all = DownSets::grow(&graph, COST, Growth::All, 100).unwrap();
         assert_eq!(all.len(), 9);
     }
 
@@ -253,13 +245,7 @@ mod tests {
     fn wide_graphs_stop_at_the_budget() {
         let edges: Vec<_> =
             (0..24).flat_map(|chain| (0..23).map(move |at| (chain * 24 + at, chain * 24 + at + 1))).collect();
-        let mut bomb = graph(1, &[]);
-        for id in 1..576 {
-            bomb.ops.push(OpCost { id, fwd_us: 1.0, ..OpCost::default() });
-        }
-        for (from, to) in edges {
-            bomb.tensors.push(TensorCost::new(from, 1, &[to]));
-        }
+        let bomb = of_edges(&edges, &[1; 576]);
         assert!(DownSets::grow(&bomb, COST, Growth::All, 5000).is_none());
     }
 }

@@ -26,8 +26,8 @@ use std::collections::BTreeMap;
 
 /// Builds and verifies the plan. A fault is a bug in the partitioner.
 ///
-/// `found` are the other candidates, `baselines` single device, data parallelism and uniform pipeline. `is_pinned` is true if
-/// constraints fixed the stages, so that the partitioner had no choice.
+/// `found` are the other candidates, `baselines` single device, data parallelism and uniform pipeline. `is_pinned` is
+/// true if constraints fixed the stages, so that the partitioner had no choice.
 pub fn finish(
     question: &SearchContext<'_>,
     best: &Simulated,

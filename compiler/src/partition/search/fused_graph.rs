@@ -173,18 +173,13 @@ mod tests {
             joins: joins.map(OpId),
             ..OpCost::default()
         };
-        let tensor = |from: u32, to: &[u32]| TensorCost { name: format!("t{from}"), ..TensorCost::new(from, 100, to) };
+        let readers: [&[u32]; 6] = [&[1, 5], &[3], &[3], &[5], &[5], &[]];
+        let tensor =
+            |from: u32| TensorCost { name: format!("t{from}"), ..TensorCost::new(from, 100, readers[from as usize]) };
         let joins = [Some(3), Some(3), None, None, Some(5), None];
         CostGraph {
             ops: joins.iter().enumerate().map(|(id, joins)| op(id as u32, *joins)).collect(),
-            tensors: vec![
-                tensor(0, &[1, 5]),
-                tensor(1, &[3]),
-                tensor(2, &[3]),
-                tensor(3, &[5]),
-                tensor(4, &[5]),
-                tensor(5, &[]),
-            ],
+            tensors: (0..6).map(tensor).collect(),
             params: vec![ParamCost::new("w", 7, vec![OpId(0), OpId(3), OpId(4)])],
             ..CostGraph::default()
         }
@@ -269,11 +264,8 @@ mod tests {
                     (0..ops).map(|op| (from..to).contains(&(op / per))).collect()
                 };
                 let whole = MemoryTerms::of(&full, (&flows[0], &costs[0]), &inside(12, 3), &passing);
-                assert_eq!(
-                    MemoryTerms::of(&small, (&flows[1], &costs[1]), &inside(4, 1), &passing),
-                    whole,
-                    "{from}..{to}"
-                );
+                let fused = MemoryTerms::of(&small, (&flows[1], &costs[1]), &inside(4, 1), &passing);
+                assert_eq!(fused, whole, "{from}..{to}");
             }
         }
     }

@@ -63,13 +63,6 @@ const ALIKE: f64 = 0.005;
 /// With a flush, a plan whose closed form is above this multiple of the best time is not simulated.
 const HOPELESS: f64 = 1.6;
 
-/// What a climb may change besides the cuts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Freedom {
-    replicas: bool,
-    limits: bool,
-}
-
 /// A layout as good as the fastest.
 #[derive(Clone)]
 struct Kept {
@@ -82,7 +75,9 @@ struct Kept {
 struct Climb<'a> {
     problem: &'a Problem,
     context: &'a SearchContext<'a>,
-    freedom: Freedom,
+    /// What may change besides the cuts: replicas, and limits on micro-batches in flight.
+    has_free_replicas: bool,
+    has_free_limits: bool,
     orders: &'a [Order],
     evaluators: Vec<Evaluator<'a>>,
     /// The work is divided by this number.
@@ -108,16 +103,13 @@ pub fn improve(
         return (None, 0);
     }
     let is_given = constraints.replicas.is_some() || problem.in_flight.given().is_some();
-    let freedom = Freedom {
-        replicas: !is_given
-            && !problem.cluster.is_mixed()
-            && !constraints.no_replication
-            && !constraints.has_equal_replicas(),
-        limits: problem.schedule.takes_caps() && problem.in_flight == InFlight::Auto && constraints.target.is_none(),
-    };
+    let has_free_replicas =
+        !is_given && !problem.cluster.is_mixed() && !constraints.no_replication && !constraints.has_equal_replicas();
+    let has_free_limits =
+        problem.schedule.takes_caps() && problem.in_flight == InFlight::Auto && constraints.target.is_none();
     let mut starts = Starts::new(context);
     let mut first = starts.layout_of(&best.candidate);
-    if freedom.limits && !problem.schedule.flushes() {
+    if has_free_limits && !problem.schedule.flushes() {
         let rule = build_plan::caps(problem, &first.stages.replicas);
         let more =
             best.played.caps.iter().zip(rule).map(|(cap, rule)| cap.saturating_sub(rule).min(MOST_WITHOUT_FLUSH));
@@ -127,7 +119,7 @@ pub fn improve(
         let layout = starts.layout_of(other);
         starts.layouts.push(layout);
     }
-    if freedom.replicas || constraints.replicas.is_some() {
+    if has_free_replicas || constraints.replicas.is_some() {
         starts.add_balanced_layouts();
     }
     let Starts { orders, layouts, .. } = starts;
@@ -138,7 +130,8 @@ pub fn improve(
     let mut climb = Climb {
         problem,
         context,
-        freedom,
+        has_free_replicas,
+        has_free_limits,
         orders: &orders,
         evaluators: evaluators.collect(),
         part,
@@ -204,7 +197,7 @@ impl Climb<'_> {
             self.climb(best.us, best.layout);
         }
         let mut simplest = self.simplest()?;
-        if self.freedom.limits && self.problem.schedule.flushes() {
+        if self.has_free_limits && self.problem.schedule.flushes() {
             self.work += WORK_OF_LIMITS / self.part;
             self.lower_limits(simplest.layout.clone());
             simplest = self.simplest().unwrap_or(simplest);
@@ -216,7 +209,7 @@ impl Climb<'_> {
     /// The layout after all moves of cuts that are faster by the closed form, if no limit on items in flight binds.
     fn settled(&mut self, layout: Layout) -> (f64, Layout) {
         let is_one_stage = layout.stages.replicas.len() == 1;
-        let more = if self.freedom.limits { self.most_more() } else { 0 };
+        let more = if self.has_free_limits { self.most_more() } else { 0 };
         let of = |stages: Stages| Stages { more: vec![more; stages.replicas.len()], ..stages };
         let mut best = Layout { stages: of(layout.stages.clone()), ..layout };
         let mut best_us = self.estimate_us(&best);
@@ -251,7 +244,7 @@ impl Climb<'_> {
     /// The fastest of a layout and the same with more micro-batches in flight.
     fn try_with_limits(&mut self, layout: &Layout) -> Option<(f64, Layout)> {
         let count = layout.stages.replicas.len();
-        let choices = if self.freedom.limits && count > 1 { &MORE[..] } else { &MORE[..1] };
+        let choices = if self.has_free_limits && count > 1 { &MORE[..] } else { &MORE[..1] };
         let mut best: Option<(f64, Layout)> = None;
         for &more in choices {
             let more = more.min(self.most_more());
@@ -366,7 +359,7 @@ impl Climb<'_> {
 
     fn moves(&self, layout: &Layout) -> Vec<Stages> {
         let mut moves = Vec::new();
-        if self.freedom.limits {
+        if self.has_free_limits {
             let last_waits = !self.problem.schedule.flushes();
             limit_moves(&layout.stages, self.most_more(), last_waits, &mut moves);
         }
@@ -374,7 +367,7 @@ impl Climb<'_> {
         if self.problem.cluster.is_mixed() {
             swap_moves(&layout.stages, &mut moves);
         }
-        if self.freedom.replicas {
+        if self.has_free_replicas {
             self.device_moves(layout, &mut moves);
             self.stage_moves(layout, &mut moves);
             self.turn_moves(layout, &mut moves);

@@ -47,9 +47,9 @@ pub struct RangeCosts<'a> {
     by_arena: [Ranking; 4],
 }
 
-/// Bytes of an op, or of all ops of a set: parameters with a single user, their gradient sums and master weights, frozen
-/// weights with a single user, gradient sums once per use of a parameter, batched weight gradients, what is saved, what
-/// recomputation frees and keeps, what it frees at once, and what the weight-gradient pass needs.
+/// Bytes of an op, or of all ops of a set: parameters with a single user, their gradient sums and master weights,
+/// frozen weights with a single user, gradient sums once per use of a parameter, batched weight gradients, what is
+/// saved, what recomputation frees and keeps, what it frees at once, and what the weight-gradient pass needs.
 type Sums = [u64; 11];
 
 /// The ops between two nested down-sets: a possible stage.

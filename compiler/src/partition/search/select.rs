@@ -38,8 +38,8 @@ pub struct Simulated {
     pub played: Played,
 }
 
-/// Returns the best candidate. Another candidate replaces the best estimate only if its simulated time is clearly smaller. The
-/// others stay in `found`.
+/// Returns the best candidate. Another candidate replaces the best estimate only if its simulated time is clearly
+/// smaller. The others stay in `found`.
 pub fn best(question: &SearchContext<'_>, found: &mut SearchResult, chosen: PlanCandidate) -> Simulated {
     let &SearchContext { full: problem, options, .. } = question;
     let played = plays(question, &chosen);
@@ -231,8 +231,8 @@ pub fn baselines(problem: &Problem, options: &PlannerOptions<'_>, plan_us: f64) 
     baseline_times(&all)
 }
 
-/// Simulates a candidate over fused ops with all ops, whose gradients are complete earlier. It recomputes no more of these
-/// ops than it needs to fit.
+/// Simulates a candidate over fused ops with all ops, whose gradients are complete earlier. It recomputes no more of
+/// these ops than it needs to fit.
 pub fn plays(question: &SearchContext<'_>, candidate: &PlanCandidate) -> Played {
     let (problem, efficiency) = (question.full, question.options.efficiency);
     let PlanCandidate { shape, spots, caps, pending_weight_grads, minibatch_us, .. } = candidate;

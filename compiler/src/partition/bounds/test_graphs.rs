@@ -1,4 +1,4 @@
-//! Random graphs for tests of bounds.
+//! Graphs for tests.
 
 use crate::partition::bounds::random::Random;
 use crate::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
@@ -28,6 +28,17 @@ pub fn graph(random: &mut Random) -> CostGraph {
         reads.sort_unstable();
         reads.dedup();
         reads.iter().for_each(|&from| graph.tensors[from as usize].consumers.push(OpId(id)));
+    }
+    graph
+}
+
+/// A graph with these edges, whose ops take 100 µs and make a tensor of these bytes.
+pub fn of_edges(edges: &[(u32, u32)], bytes: &[u64]) -> CostGraph {
+    let mut graph = CostGraph::default();
+    for (id, &bytes) in (0..).zip(bytes) {
+        graph.ops.push(OpCost { id, fwd_us: 100.0, out_bytes: bytes, ..OpCost::default() });
+        let readers: Vec<u32> = edges.iter().filter(|(from, _)| *from == id).map(|(_, to)| *to).collect();
+        graph.tensors.push(TensorCost::new(id, bytes, &readers));
     }
     graph
 }
