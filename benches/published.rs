@@ -326,7 +326,7 @@ fn predict(
         memory_limit: Some(Bytes(1 << 50)),
         ..options(row, micro_batch)
     };
-    let planned = solve_with_groups(Path::new(row.zoo()), costs, shared, &options);
+    let planned = solve_with_groups(Path::new(row.zoo()), costs, shared, &options, true);
     planned.ok().map(|planned| Prediction {
         seconds: planned.plan.predicted.minibatch_us / 1e6,
         first: device_memory::held(&planned.plan)[0].memory,

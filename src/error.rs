@@ -52,6 +52,11 @@ impl Error {
         Error::new(ErrorKind::Input, message)
     }
 
+    /// A flag that another setting excludes.
+    pub fn conflict(flag: impl Display, other: impl Display) -> Error {
+        Error::input(format!("`{flag}` cannot be combined with {other}"))
+    }
+
     /// A negative result.
     pub fn negative(message: impl Display) -> Error {
         Error::new(ErrorKind::Negative, message)

@@ -16,7 +16,6 @@ pub mod request;
 pub mod request_costs;
 pub mod result;
 pub mod schedule_memory;
-pub mod scope;
 pub mod solve;
 pub mod tensor_parallel;
 pub mod tied_weights;

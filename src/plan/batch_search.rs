@@ -12,7 +12,8 @@ use crate::plan::from_costs::solve_with_groups;
 use crate::plan::request::{PlanRequest, ScheduleChoice};
 use crate::plan::request_costs::{CostsBySize, untrainable};
 use crate::plan::result::{PlanResult, Tried};
-use crate::plan::{tied_weights, variant};
+use crate::plan::tied_weights;
+use crate::plan::variant::{self, SizedCosts};
 use compiler::partition::partitioners::Partitioner;
 use compiler::partition::planned::Planned;
 use compiler::plan::device_memory::fullest;
@@ -123,9 +124,7 @@ pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult,
 fn validate(request: &PlanRequest) -> Result<(), Error> {
     let options = &request.options;
     options.zero().validate(!options.is_inference(), options.target)?;
-    let refused = |flag: &str, why: &str| {
-        Err(Error::input(format!("`{flag}` cannot be combined with `--schedule auto`")).because(why))
-    };
+    let refused = |flag: &str, why: &str| Err(Error::conflict(flag, "`--schedule auto`").because(why));
     match (&options.schedule, request.batch) {
         (Some(ScheduleChoice::Auto), _) if options.objective == Objective::Latency => {
             refused("--objective latency", "it is for inference pipelines")
@@ -139,11 +138,9 @@ fn validate(request: &PlanRequest) -> Result<(), Error> {
             let both = request.micro_batch.filter(|_| options.microbatches > 1);
             let product = both.map(|size| size.saturating_mul(options.microbatches.into()));
             match given {
-                _ if options.is_inference() => {
-                    Err(Error::input("`--batch` cannot be combined with a plan for inference")
-                        .because("inference has no minibatches")
-                        .with_help("use `--micro-batch` to set the samples per inference"))
-                }
+                _ if options.is_inference() => Err(Error::conflict("--batch", "a plan for inference")
+                    .because("inference has no minibatches")
+                    .with_help("use `--micro-batch` to set the samples per inference")),
                 _ if product.is_some_and(|product| product != batch) => Err(Error::input(format!(
                     "`--batch {batch}` does not match `--micro-batch {}` and `--microbatches {}`",
                     both.unwrap_or(1),
@@ -203,7 +200,6 @@ struct Sized {
     shared: Vec<TensorParallelCosts>,
 }
 
-/// The best plan so far.
 struct Best {
     score: f64,
     planned: Planned,
@@ -226,7 +222,7 @@ impl Search<'_> {
         let kind = schedule.named().unwrap_or(Schedule::Csv);
         let one = combination(self.request, *size, Some(schedule));
         one.options.validate()?;
-        let (answer, score) = match solve_with_groups(&one.model, costs.clone(), shared.clone(), &one.options) {
+        let (answer, score) = match solve_with_groups(&one.model, costs.clone(), shared.clone(), &one.options, true) {
             Ok(planned) => {
                 let tried = Tried::of(&planned.plan);
                 let (speed, peak) = (planned.plan.predicted.throughput_per_s, fullest(&planned.plan));

@@ -12,6 +12,7 @@
 //! it is distributed over threads, so the result does not depend on their number.
 
 mod attempts;
+mod too_large;
 mod variants;
 
 use crate::costs::{COSTS, Costs};
@@ -25,13 +26,12 @@ use crate::plan::interruptible::mark_interrupted;
 use crate::plan::parallel::in_parallel;
 use crate::plan::request::{GAP, PlanRequest, ScheduleChoice};
 use crate::plan::result::{Alternative, Losses, PlanResult, Tried, TriedPlan, of_each_kind};
-use crate::plan::scope::Scope;
 use crate::plan::tensor_parallel::{GroupLayout, TensorParallel};
 use crate::plan::tied_weights;
 use crate::plan::variant::{MOST_OPS, SizedCosts, Variant};
 use crate::plan::zero::ZeroStage;
 use compiler::partition::error::PlanError;
-use compiler::partition::explain::infeasible::is_infeasible;
+use compiler::partition::infeasible::is_infeasible;
 use compiler::partition::planned::Planned;
 use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
 use compiler::partition::search::select::baselines;
@@ -184,15 +184,6 @@ impl Search<'_> {
         self.zero.fastest(self.request.options.target)
     }
 
-    fn scope(&self) -> Scope<'_> {
-        Scope {
-            file: &self.request.model,
-            schedules: &self.schedules,
-            zero: self.zero.least(self.request.options.target),
-            chunks: self.request.options.chunks,
-        }
-    }
-
     fn tried(&self, one: &Ranked) -> Tried {
         let variant = &self.variants[one.variant];
         let LayoutEstimate { layout, peak_bytes, busy_us, recompute_us, .. } = one.estimate;
@@ -235,11 +226,7 @@ impl Search<'_> {
         open.sort_by(|left, right| left.us.total_cmp(&right.us));
         let best_us = open.first().map_or(0.0, |best| best.us.min(self.best_us));
         open.retain(|one| one.us <= HOPELESS * best_us);
-        let mut next: Vec<Ranked> = Vec::new();
-        for at in self.promising(&open).into_iter().rev() {
-            next.push(open.remove(at));
-        }
-        next.reverse();
+        let (mut next, mut open) = promising(open);
         open.reverse();
         self.total = self.done + next.len() as u64;
         while !next.is_empty() && !self.is_close(self.best_us) {
@@ -270,21 +257,6 @@ impl Search<'_> {
         self.variants.iter().enumerate().skip(from).flat_map(|(variant, of)| {
             of.estimates.iter().map(move |estimate| Ranked { variant, estimate: *estimate, us: estimate.minibatch_us })
         })
-    }
-
-    /// The positions of the layouts with the best estimates, only some of those that are alike.
-    fn promising(&self, ranked: &[Ranked]) -> Vec<usize> {
-        let shape = |one: &Ranked| (one.variant, one.estimate.layout.ranks, one.estimate.layout.replicas);
-        let mut chosen: Vec<usize> = Vec::new();
-        for (at, one) in ranked.iter().enumerate() {
-            if chosen.iter().filter(|other| shape(&ranked[**other]) == shape(one)).count() < ALIKE {
-                chosen.push(at);
-            }
-            if chosen.len() == SIMULATED {
-                break;
-            }
-        }
-        chosen
     }
 
     /// The simulated times of some layouts that fit.
@@ -345,7 +317,7 @@ impl Search<'_> {
         let best = (!accepted.is_empty()).then(|| accepted.swap_remove(with_room.unwrap_or(0)));
         let Some((_, _, variant, mut planned)) = best else {
             let is_too_large = failure.as_ref().is_some_and(|(_, error)| is_infeasible(error));
-            return Err(match (self.scope().too_large(&self.variants).filter(|_| is_too_large), failure) {
+            return Err(match (self.too_large().filter(|_| is_too_large), failure) {
                 (Some(error), _) => error,
                 (None, Some((schedule, error))) => describe(&self.request.model, error, schedule),
                 (None, None) => Error::bug("no configuration was tried"),
@@ -358,7 +330,7 @@ impl Search<'_> {
             .iter()
             .for_each(|note| self.events.note(note));
         tried.extend(simulated.iter().map(|one| self.tried(one)));
-        let too_large = self.scope().too_large_kinds(&self.variants);
+        let too_large = self.too_large_kinds();
         let untrainable = self.state(variant, &mut planned);
         if self.events.stops() {
             mark_interrupted(&mut planned.plan);
@@ -464,9 +436,20 @@ impl Search<'_> {
         }
         let schedule = Schedule::TwoBw;
         let replicas: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
-        let task = Task::Given { schedule, zero: plan.zero(), replicas };
+        let task = Task::Replicas { schedule, zero: plan.zero(), given: Some(replicas) };
         let planned = task.planned(&self.variants[variant], &self.request.options, false);
         let minibatch_us = planned.ok()?.plan.predicted.minibatch_us;
         (minibatch_us < plan.predicted.minibatch_us).then_some(Alternative { schedule, minibatch_us })
     }
+}
+
+/// The layouts with the best estimates, only some of those that are alike, and the others; both in order.
+fn promising(ranked: Vec<Ranked>) -> (Vec<Ranked>, Vec<Ranked>) {
+    let shape = |one: &Ranked| (one.variant, one.estimate.layout.ranks, one.estimate.layout.replicas);
+    let (mut chosen, mut others): (Vec<Ranked>, Vec<Ranked>) = (Vec::new(), Vec::new());
+    for one in ranked {
+        let alike = chosen.iter().filter(|other| shape(other) == shape(&one)).count();
+        if chosen.len() < SIMULATED && alike < ALIKE { &mut chosen } else { &mut others }.push(one);
+    }
+    (chosen, others)
 }

@@ -22,7 +22,6 @@ const MOST_BYTES: u64 = 256 << 20;
 const PROGRAM_HELP: &str =
     "`pipec simulate PLAN --programs FILE.json` writes one, `pipec schema program` prints the format";
 
-/// A custom schedule.
 #[derive(Clone, Debug)]
 pub enum CustomSchedule {
     /// A row for each rank, for one minibatch.
@@ -31,7 +30,6 @@ pub enum CustomSchedule {
     Program(Box<Program>),
 }
 
-/// Reads a custom schedule.
 pub fn read(path: Option<&Path>) -> Result<Option<CustomSchedule>, Error> {
     let Some(path) = path else { return Ok(None) };
     let text = input::text(path, MOST_BYTES)?;
@@ -68,12 +66,13 @@ impl CustomSchedule {
         Some(self.schedule()).filter(|schedule| Schedule::ALL.contains(schedule)).unwrap_or(Schedule::Csv)
     }
 
+    fn as_program(&self) -> Option<&Program> {
+        if let CustomSchedule::Program(program) = self { Some(program) } else { None }
+    }
+
     /// The schedule whose update rule it follows.
     pub fn schedule(&self) -> Schedule {
-        match self {
-            CustomSchedule::Table(_) => Schedule::Csv,
-            CustomSchedule::Program(program) => program.schedule,
-        }
+        self.as_program().map_or(Schedule::Csv, |program| program.schedule)
     }
 
     /// Micro-batches per minibatch.
@@ -98,10 +97,7 @@ impl CustomSchedule {
 
     /// The number of minibatches, if it is fixed.
     pub fn minibatches(&self) -> Option<u32> {
-        match self {
-            CustomSchedule::Table(_) => None,
-            CustomSchedule::Program(program) => Some(program.items / program.microbatches.max(1)),
-        }
+        self.as_program().map(|program| program.items / program.microbatches.max(1))
     }
 
     /// True if it splits the backward.
@@ -116,10 +112,7 @@ impl CustomSchedule {
 
     /// The in-flight limit of each stage, if the file gives one.
     pub fn caps(&self) -> Option<Vec<u32>> {
-        match self {
-            CustomSchedule::Table(_) => None,
-            CustomSchedule::Program(program) => Some(program.stages.iter().map(|stage| stage.cap).collect()),
-        }
+        self.as_program().map(|program| program.stages.iter().map(|stage| stage.cap).collect())
     }
 
     /// A description of its size.
@@ -185,13 +178,7 @@ impl CustomSchedule {
     /// Replicas of the stages. Fails if a rank has several stages.
     pub fn replicas(&self) -> Result<Vec<u32>, Error> {
         let (replicas, ranks) = match self {
-            CustomSchedule::Table(table) if table.stages() as usize == table.rows.len() => {
-                return Ok(vec![1; table.rows.len()]);
-            }
-            CustomSchedule::Table(table) => {
-                let (stages, ranks) = (table.stages(), table.rows.len());
-                return Err(self.has_several(stages as usize, ranks));
-            }
+            CustomSchedule::Table(table) => (vec![1; table.stages() as usize], table.rows.len()),
             CustomSchedule::Program(program) => {
                 let replicas: Vec<u32> = program.stages.iter().map(|stage| stage.replicas).collect();
                 let ranks = program.stages.iter().map(|stage| stage.rank.index() + 1).max().unwrap_or(0);

@@ -36,17 +36,7 @@ const GAP: f64 = 0.002;
 /// The plan for these costs.
 pub fn solve(file: &Path, costs: Costs, options: &PlanOptions) -> Result<Planned, Error> {
     let shared = options.tensor_parallel().costs_for(&costs, options)?;
-    solve_with_groups(file, costs, shared, options)
-}
-
-/// The plan for these costs, and the costs of the model on tensor-parallel groups.
-pub fn solve_with_groups(
-    file: &Path,
-    costs: Costs,
-    shared: Vec<TensorParallelCosts>,
-    options: &PlanOptions,
-) -> Result<Planned, Error> {
-    search(file, costs, shared, options, true)
+    solve_with_groups(file, costs, shared, options, true)
 }
 
 /// A plan that is found faster: under a flush, candidates are compared by the cost model, and only the best is simulated. Its baselines
@@ -57,7 +47,7 @@ pub fn solve_fast(
     shared: Vec<TensorParallelCosts>,
     options: &PlanOptions,
 ) -> Result<Planned, Error> {
-    let mut planned = search(file, costs, shared, options, false)?;
+    let mut planned = solve_with_groups(file, costs, shared, options, false)?;
     let plan = &mut planned.plan;
     let (kind, samples) =
         (plan.schedule.kind, plan.schedule.micro_batch as f64 * f64::from(plan.schedule.microbatches));
@@ -72,7 +62,9 @@ pub fn solve_fast(
     Ok(planned)
 }
 
-fn search(
+/// The plan for these costs, and the costs of the model on tensor-parallel groups. Under a flush, candidates are
+/// simulated, or else compared by the cost model.
+pub fn solve_with_groups(
     file: &Path,
     costs: Costs,
     shared: Vec<TensorParallelCosts>,
@@ -197,27 +189,20 @@ pub fn problem(
     }
     let microbatches = options.microbatches;
     if microbatches > 1 && !problem.schedule.trains() {
-        return Err(Error::input(format!(
-            "`--microbatches {microbatches}` cannot be combined with a plan for inference"
-        ))
-        .because("inference has no minibatches")
-        .with_help("use `--micro-batch` to set the samples per inference"));
+        return Err(Error::conflict(format!("--microbatches {microbatches}"), "a plan for inference")
+            .because("inference has no minibatches")
+            .with_help("use `--micro-batch` to set the samples per inference"));
     }
     if microbatches > 1 && problem.schedule.is_round_robin() {
         let kind = problem.schedule.name();
-        return Err(Error::input(format!(
-            "`--microbatches {microbatches}` cannot be combined with `--schedule {kind}`"
-        ))
-        .because("it does not split minibatches into micro-batches")
-        .with_help("use `--schedule 2bw` (no flush) or `--schedule 1f1b` (with a flush)"));
+        return Err(Error::conflict(format!("--microbatches {microbatches}"), format!("`--schedule {kind}`"))
+            .because("it does not split minibatches into micro-batches")
+            .with_help("use `--schedule 2bw` (no flush) or `--schedule 1f1b` (with a flush)"));
     }
     if matches!(options.in_flight, InFlight::Given(_)) && !problem.schedule.takes_caps() {
-        return Err(Error::input(format!(
-            "`--in-flight` cannot be combined with `--schedule {}`",
-            problem.schedule.name()
-        ))
-        .because("the schedule sets the number of in-flight micro-batches")
-        .with_help("use `--schedule 1f1b`, which supports in-flight limits"));
+        return Err(Error::conflict("--in-flight", format!("`--schedule {}`", problem.schedule.name()))
+            .because("the schedule sets the number of in-flight micro-batches")
+            .with_help("use `--schedule 1f1b`, which supports in-flight limits"));
     }
     // The default, 1, agrees with every custom schedule.
     let given = Some(microbatches).filter(|given| *given > 1);

@@ -83,11 +83,14 @@ pub fn mark_interrupted(plan: &mut Plan) {
 
 /// Events of a search, and its best plan so far.
 enum Message {
-    Note(String),
-    Warning(String),
-    Detail(String),
-    Progress { unit: String, done: u64, total: u64, message: String },
-    Planned(Box<Plan>),
+    /// A text, and what sends it.
+    Text(String, fn(&dyn EventSink, &str)),
+    Progress {
+        unit: String,
+        done: u64,
+        total: u64,
+        message: String,
+    },
     ProgressEnd,
     Best(Box<PlanResult>),
 }
@@ -95,13 +98,10 @@ enum Message {
 impl Message {
     fn pass(self, events: &dyn EventSink) {
         match self {
-            Message::Note(text) => events.note(&text),
-            Message::Warning(text) => events.warn(&text),
-            Message::Detail(text) => events.detail(&text),
+            Message::Text(text, send) => send(events, &text),
             Message::Progress { unit, done, total, message } => {
                 events.event(Event::Progress { unit: &unit, done, total, message: &message });
             }
-            Message::Planned(plan) => events.event(Event::Planned(&plan)),
             Message::ProgressEnd => events.event(Event::ProgressEnd),
             Message::Best(_) => {}
         }
@@ -124,16 +124,15 @@ impl Mailbox {
 impl EventSink for Mailbox {
     fn event(&self, event: Event<'_>) {
         self.send(match event {
-            Event::Note(text) => Message::Note(text.to_string()),
-            Event::Warning(text) => Message::Warning(text.to_string()),
-            Event::Detail(text) => Message::Detail(text.to_string()),
+            Event::Note(text) => Message::Text(text.to_string(), |events, text| events.note(text)),
+            Event::Warning(text) => Message::Text(text.to_string(), |events, text| events.warn(text)),
+            Event::Detail(text) => Message::Text(text.to_string(), |events, text| events.detail(text)),
             Event::Progress { unit, done, total, message } => {
                 Message::Progress { unit: unit.to_string(), done, total, message: message.to_string() }
             }
-            Event::Planned(plan) => Message::Planned(Box::new(plan.clone())),
             Event::ProgressEnd => Message::ProgressEnd,
             // Planning trains nothing.
-            Event::Step { .. } => return,
+            Event::Step { .. } | Event::Planned(_) => return,
         });
     }
 

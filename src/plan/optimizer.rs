@@ -5,62 +5,46 @@ use crate::error::Error;
 /// The momentum of `sgd-momentum` and `rmsprop-momentum` if none is given.
 const DEFAULT_MOMENTUM: f64 = 0.9;
 
-/// An optimizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Optimizer {
     /// Stochastic gradient descent.
     Sgd,
-    /// SGD with momentum.
     SgdMomentum,
-    /// Adam.
     Adam,
     /// Adam with decoupled weight decay.
     Adamw,
-    /// RMSProp.
     Rmsprop,
-    /// RMSProp with momentum.
     RmspropMomentum,
-    /// Adagrad.
     Adagrad,
 }
 
-impl Optimizer {
-    /// Every optimizer.
-    pub const ALL: [Optimizer; 7] = [
-        Optimizer::Sgd,
-        Optimizer::SgdMomentum,
-        Optimizer::Adam,
-        Optimizer::Adamw,
-        Optimizer::Rmsprop,
-        Optimizer::RmspropMomentum,
-        Optimizer::Adagrad,
-    ];
+/// The name in plans and on the command line, and the state values for each weight.
+const TABLE: [(Optimizer, &str, f64); 7] = [
+    (Optimizer::Sgd, "sgd", 0.0),
+    (Optimizer::SgdMomentum, "sgd-momentum", 1.0),
+    (Optimizer::Adam, "adam", 2.0),
+    (Optimizer::Adamw, "adamw", 2.0),
+    (Optimizer::Rmsprop, "rmsprop", 1.0),
+    (Optimizer::RmspropMomentum, "rmsprop-momentum", 2.0),
+    (Optimizer::Adagrad, "adagrad", 1.0),
+];
 
+impl Optimizer {
     /// State values for each weight.
     pub fn state(self) -> f64 {
-        match self {
-            Optimizer::Sgd => 0.0,
-            Optimizer::SgdMomentum | Optimizer::Rmsprop | Optimizer::Adagrad => 1.0,
-            Optimizer::Adam | Optimizer::Adamw | Optimizer::RmspropMomentum => 2.0,
-        }
+        self.row().2
     }
 
-    /// The name in plans and on the command line.
     pub fn name(self) -> &'static str {
-        match self {
-            Optimizer::Sgd => "sgd",
-            Optimizer::SgdMomentum => "sgd-momentum",
-            Optimizer::Adam => "adam",
-            Optimizer::Adamw => "adamw",
-            Optimizer::Rmsprop => "rmsprop",
-            Optimizer::RmspropMomentum => "rmsprop-momentum",
-            Optimizer::Adagrad => "adagrad",
-        }
+        self.row().1
     }
 
-    /// The optimizer of that name.
+    fn row(self) -> (Optimizer, &'static str, f64) {
+        TABLE.into_iter().find(|(optimizer, ..)| *optimizer == self).expect("the table lists every optimizer")
+    }
+
     pub fn from_name(name: &str) -> Option<Optimizer> {
-        Optimizer::ALL.into_iter().find(|optimizer| optimizer.name() == name)
+        TABLE.iter().find(|(_, known, _)| *known == name).map(|(optimizer, ..)| *optimizer)
     }
 
     /// The optimizer with this momentum: `sgd` with momentum is `sgd-momentum`, and `sgd-momentum` with none is `sgd`.
@@ -73,11 +57,8 @@ impl Optimizer {
             (Optimizer::Rmsprop | Optimizer::RmspropMomentum, false) => Optimizer::RmspropMomentum,
             (other, true) => other,
             (other, false) => {
-                return Err(Error::input(format!(
-                    "`--momentum` cannot be combined with `--optimizer {}`",
-                    other.name()
-                ))
-                .with_help("it requires `--optimizer sgd` or `rmsprop`"));
+                return Err(Error::conflict("--momentum", format!("`--optimizer {}`", other.name()))
+                    .with_help("it requires `--optimizer sgd` or `rmsprop`"));
             }
         })
     }

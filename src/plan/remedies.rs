@@ -91,12 +91,9 @@ pub fn with_remedies(request: &PlanRequest, size: Size, failure: Error) -> Error
     }
 }
 
-/// The size of a request.
 #[derive(Clone, Copy)]
 pub struct Size {
-    /// Ops of the model.
     pub ops: usize,
-    /// Devices.
     pub devices: u32,
     /// Samples per micro-batch.
     pub micro_batch: u64,

@@ -21,7 +21,6 @@ use compiler::plan::zero::Zero;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// A request for a plan.
 #[derive(Clone, Debug, Default)]
 pub struct PlanRequest {
     /// The model, or a published profile.
@@ -30,9 +29,7 @@ pub struct PlanRequest {
     pub format: Option<ModelFormat>,
     /// The source of op costs.
     pub costs: CostInput,
-    /// The devices.
     pub cluster: ClusterRequest,
-    /// The import settings.
     pub import: ImportRequest,
     /// Samples per micro-batch; the profile's, the model's or 32 if absent.
     pub micro_batch: Option<u64>,
@@ -66,12 +63,10 @@ impl PlanRequest {
     }
 }
 
-/// The schedule of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ScheduleChoice {
     /// The best synchronous schedule.
     Auto,
-    /// A known schedule.
     Named(Schedule),
     /// A file: a table `.csv`, or programs `.json`.
     File(PathBuf),
@@ -83,7 +78,6 @@ impl ScheduleChoice {
         if let ScheduleChoice::File(path) = self { Some(path) } else { None }
     }
 
-    /// The known schedule.
     pub fn named(&self) -> Option<Schedule> {
         if let ScheduleChoice::Named(kind) = self { Some(*kind) } else { None }
     }
@@ -104,7 +98,6 @@ pub const GAP: f64 = 0.005;
 /// Search settings and constraints, apart from the model and the devices.
 #[derive(Clone, Debug)]
 pub struct PlanOptions {
-    /// The cost model.
     pub cost: CostModel,
     /// PipeDream's activation compression ratio.
     pub activation_compression: Option<f64>,
@@ -116,11 +109,9 @@ pub struct PlanOptions {
     pub schedule: Option<ScheduleChoice>,
     /// Stages per rank, for interleaved schedules.
     pub chunks: Option<u32>,
-    /// The objective.
     pub objective: Objective,
     /// The framework that will run the plan.
     pub target: Option<Target>,
-    /// The search algorithm.
     pub partitioner: Partitioner,
     /// Replicas of each stage.
     pub replicas: Option<Vec<u32>>,
@@ -128,7 +119,6 @@ pub struct PlanOptions {
     pub cut_after: Option<Vec<String>>,
     /// Nodes or modules and the stage that they are pinned to.
     pub pins: Vec<(String, u32)>,
-    /// The largest number of stages.
     pub max_stages: Option<u32>,
     /// True if every stage has one replica.
     pub no_replication: bool,
@@ -140,7 +130,6 @@ pub struct PlanOptions {
     pub optimizer: Optimizer,
     /// The momentum that training will use.
     pub momentum: Option<f64>,
-    /// The precision.
     pub precision: PrecisionChoice,
     /// The largest number of states that a search visits.
     pub budget: Option<u64>,
@@ -248,12 +237,12 @@ impl PlanOptions {
         if let Some((flag, _)) = constraints.iter().find(|(_, is_given)| *is_given)
             && !SUPPORT_CONSTRAINTS.contains(&self.partitioner)
         {
-            return Err(Error::input(format!("`--partitioner {name}` cannot be combined with `{flag}`"))
+            return Err(Error::conflict(format!("--partitioner {name}"), format!("`{flag}`"))
                 .because("this partitioner does not support constraints")
                 .with_help(format!("omit one of them, or use `--partitioner {}`", Partitioner::default().name())));
         }
         if self.time_limit.is_some() && self.partitioner != Partitioner::Milp {
-            return Err(Error::input(format!("`--time-limit` cannot be combined with `--partitioner {name}`"))
+            return Err(Error::conflict("--time-limit", format!("`--partitioner {name}`"))
                 .because("only `--partitioner milp` has a wall-clock limit")
                 .with_help("use `--budget`, which limits the states a search visits and is deterministic"));
         }
@@ -266,26 +255,22 @@ impl PlanOptions {
         if let Some(target) = self.target.map(Target::name)
             && (kind.is_continuous() || kind == Schedule::Inference)
         {
-            return Err(Error::input(format!(
-                "`--target {target}` cannot be combined with `--schedule {}`",
-                kind.name()
-            ))
-            .because("no framework supports weight versions")
-            .with_help("use a synchronous schedule, `--schedule 1f1b` or `--schedule gpipe`, with `--microbatches`"));
+            return Err(Error::conflict(format!("--target {target}"), format!("`--schedule {}`", kind.name()))
+                .because("no framework supports weight versions")
+                .with_help(
+                    "use a synchronous schedule, `--schedule 1f1b` or `--schedule gpipe`, with `--microbatches`",
+                ));
         }
         let unequal = self.replicas.as_ref().is_some_and(|stages| stages.iter().any(|replicas| *replicas != stages[0]));
         if let Some(target) = self.target.map(Target::name).filter(|_| unequal) {
-            return Err(Error::input(format!("`--target {target}` cannot be combined with unequal `--stages`"))
+            return Err(Error::conflict(format!("--target {target}"), "unequal `--stages`")
                 .because("no framework supports stages with different numbers of replicas")
                 .with_help("use equal numbers, for example `--stages 2,2,2`, or omit it"));
         }
         if self.objective == Objective::Latency && kind.trains() {
-            return Err(Error::input(format!(
-                "`--objective latency` cannot be combined with `--schedule {}`",
-                kind.name()
-            ))
-            .because("it is the end-to-end latency of an inference pipeline")
-            .with_help("omit `--schedule`, or use `--schedule inference`"));
+            return Err(Error::conflict("--objective latency", format!("`--schedule {}`", kind.name()))
+                .because("it is the end-to-end latency of an inference pipeline")
+                .with_help("omit `--schedule`, or use `--schedule inference`"));
         }
         self.zero().validate(kind.trains(), self.target)
     }

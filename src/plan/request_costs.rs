@@ -8,59 +8,62 @@ use crate::files::input;
 use crate::loss::CountedLoss;
 use crate::model::{self, DEFAULT_MICRO_BATCH, LoadedModel};
 use crate::plan::request::PlanRequest;
+use crate::plan::variant::SizedCosts;
 use compiler::cluster::Cluster;
 use compiler::cluster::device::{self, Kind};
 use compiler::import::import::Batch;
 use compiler::plan::problem::Target;
-use compiler::profile::{Method, Profile};
+use compiler::profile::Method;
 use compiler::tensor::DType;
 use compiler::text::name::short_name;
 use std::fs::File;
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-/// A cost source that has been opened.
-enum OpenedCosts {
-    /// The roofline of a device type, or of the cluster's devices.
-    Analytic(Option<&'static Kind>),
-    /// A profile: its file, the SHA-256 of the file, and its content.
-    Profile(PathBuf, String, Box<Profile>),
-}
-
-impl OpenedCosts {
-    fn open(input: &CostInput) -> Result<OpenedCosts, Error> {
-        match input {
-            CostInput::Analytic(None) => Ok(OpenedCosts::Analytic(None)),
-            CostInput::Analytic(Some(kind)) => Ok(OpenedCosts::Analytic(Some(cluster::kind(kind)?))),
-            CostInput::Profile(path) => {
-                let text = path.display().to_string();
-                if !path.exists() && device::find(&text).is_some() {
-                    return Err(Error::input(format!("no profile file `{}`", short_name(&text)))
-                        .with_help(format!("`--profile analytic:{text}` uses the data sheet of that device type")));
-                }
-                let (sha256, profile) = input::read_profile(path)?;
-                Ok(OpenedCosts::Profile(path.clone(), sha256, Box::new(profile)))
-            }
+/// Reads the times that a request names, and its cluster, whose devices default to those of the times.
+fn open(request: &PlanRequest) -> Result<(Times, Cluster), Error> {
+    match &request.costs {
+        CostInput::Analytic(kind) => {
+            let kind = kind.as_deref().map(cluster::kind).transpose()?;
+            let cluster = cluster::cluster(&request.cluster, kind)?;
+            let device = kind.map_or_else(|| cluster.device.clone(), Kind::device);
+            Ok((Times::Analytic(device), cluster))
         }
-    }
-
-    /// The device type of the costs, if the cluster's devices are of another type.
-    fn other_kind(&self, cluster: &Cluster) -> Option<String> {
-        let kind = &cluster.device.kind;
-        let is = |name: &str| kind.eq_ignore_ascii_case(name);
-        match self {
-            OpenedCosts::Analytic(known) => known.map(|known| known.name.to_string()).filter(|name| !is(name)),
-            OpenedCosts::Profile(_, _, profile) => {
-                let name = &profile.device.name;
-                // A measured device is a CPU, named after its processor.
-                let is_cpu = profile.method == Method::Measured && device::find(name).is_none() && is("cpu");
-                (!is_cpu && !is(name)).then(|| name.clone())
+        CostInput::Profile(path) => {
+            let text = path.display().to_string();
+            if !path.exists() && device::find(&text).is_some() {
+                return Err(Error::input(format!("no profile file `{}`", short_name(&text)))
+                    .with_help(format!("`--profile analytic:{text}` uses the data sheet of that device type")));
             }
+            let (sha256, profile) = input::read_profile(path)?;
+            let cluster = cluster::cluster_of(&request.cluster, &profile)?;
+            Ok((Times::Profile(path.clone(), sha256, Box::new(profile)), cluster))
         }
     }
 }
 
-/// The costs of a request.
+/// The device type of the times, if the cluster's devices are of another type.
+fn other_kind<'a>(times: &'a Times, cluster: &Cluster) -> Option<&'a str> {
+    let is = |name: &str| cluster.device.kind.eq_ignore_ascii_case(name);
+    match times {
+        Times::Analytic(device) => Some(&*device.kind).filter(|kind| !is(kind)),
+        Times::Profile(_, _, profile) => {
+            let name = &profile.device.name;
+            // A measured device is a CPU, named after its processor.
+            let is_cpu = profile.method == Method::Measured && device::find(name).is_none() && is("cpu");
+            (!is_cpu && !is(name)).then_some(name)
+        }
+    }
+}
+
+/// The micro-batch size of a profile.
+fn profiled(times: &Times) -> Option<u64> {
+    match times {
+        Times::Profile(_, _, profile) => Some(profile.settings.micro_batch),
+        Times::Analytic(_) => None,
+    }
+}
+
 pub fn costs(request: &PlanRequest, events: &dyn EventSink) -> Result<Costs, Error> {
     match CostsBySize::open(request, events)? {
         CostsBySize::Published(costs) => Ok(*costs),
@@ -112,7 +115,6 @@ impl CostsBySize {
         }
     }
 
-    /// The devices.
     pub fn cluster(&self) -> &Cluster {
         match self {
             CostsBySize::Published(costs) => &costs.cluster,
@@ -127,22 +129,22 @@ impl CostsBySize {
             CostsBySize::Imported(imported) => imported.default_size,
         }
     }
+}
 
-    /// The costs at this micro-batch size.
-    pub fn at(&self, micro_batch: u64) -> Result<Costs, Error> {
+impl SizedCosts for CostsBySize {
+    fn at(&self, micro_batch: u64) -> Result<Costs, Error> {
         match self {
             CostsBySize::Published(costs) => Ok((**costs).clone()),
             CostsBySize::Imported(imported) => imported.at(micro_batch),
         }
     }
 
-    /// The micro-batch size, if only one is possible or was requested.
-    pub fn only_size(&self) -> Option<u64> {
+    fn only_size(&self) -> Option<u64> {
         match self {
             CostsBySize::Published(costs) => Some(costs.micro_batch),
             CostsBySize::Imported(imported) => {
                 let is_fixed = matches!(imported.loaded.model.batch, Batch::Fixed { .. }) || imported.is_for_torch;
-                let profiled = imported.profiled();
+                let profiled = profiled(&imported.times);
                 let known = imported.loaded.known_micro_batch(profiled);
                 known.filter(|_| is_fixed || profiled.is_some() || imported.is_requested)
             }
@@ -151,14 +153,6 @@ impl CostsBySize {
 }
 
 impl ImportedCosts {
-    /// The micro-batch size of the profile.
-    fn profiled(&self) -> Option<u64> {
-        match &self.times {
-            Times::Profile(_, _, profile) => Some(profile.settings.micro_batch),
-            Times::Analytic(_) => None,
-        }
-    }
-
     fn at(&self, micro_batch: u64) -> Result<Costs, Error> {
         let (cluster, times) = (self.cluster.clone(), self.times.clone());
         costs::assemble(&self.loaded, micro_batch, cluster, times, self.precision, self.counted)
@@ -168,9 +162,7 @@ impl ImportedCosts {
 fn published(request: &PlanRequest) -> Result<Costs, Error> {
     let flags = [("--profile", request.costs != CostInput::default()), ("--loss", request.loss.is_some())];
     if let Some((flag, _)) = flags.into_iter().find(|(_, is_given)| *is_given) {
-        return Err(Error::input(format!(
-            "`{flag}` cannot be combined with `--from pipedream`: the file has its own costs"
-        )));
+        return Err(Error::conflict(flag, "`--from pipedream`: the file has its own costs"));
     }
     let cluster = cluster::cluster(&request.cluster, None)?;
     let micro_batch = request.micro_batch.unwrap_or(1);
@@ -183,18 +175,14 @@ fn published(request: &PlanRequest) -> Result<Costs, Error> {
 }
 
 fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<ImportedCosts, Error> {
-    let opened = OpenedCosts::open(&request.costs)?;
-    let cluster = match &opened {
-        OpenedCosts::Analytic(kind) => cluster::cluster(&request.cluster, *kind)?,
-        OpenedCosts::Profile(_, _, profile) => cluster::cluster_of(&request.cluster, profile)?,
-    };
+    let (times, cluster) = open(request)?;
     // With several device classes, relative speeds convert the costs.
-    if let Some(other) = opened.other_kind(&cluster).filter(|_| !cluster.is_mixed()) {
+    if let Some(other) = other_kind(&times, &cluster).filter(|_| !cluster.is_mixed()) {
         let kind = &cluster.device.kind;
         events.warn(&format!(
             "the costs are for {}, but the cluster's devices are of type {}: times are valid only for the former \
              (`--profile analytic` uses the data sheet of the latter)",
-            short_name(&other),
+            short_name(other),
             short_name(kind)
         ));
     }
@@ -202,10 +190,7 @@ fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<ImportedCos
         check_format(format, &request.model)?;
     }
     let loaded = model::load(&request.model, &request.import, events)?.with_micro_batch(request.micro_batch);
-    let profiled = match &opened {
-        OpenedCosts::Profile(_, _, profile) => Some(profile.settings.micro_batch),
-        OpenedCosts::Analytic(_) => None,
-    };
+    let profiled = profiled(&times);
     let default_size = match request.batch {
         Some(_) => loaded.known_micro_batch(profiled).unwrap_or(DEFAULT_MICRO_BATCH),
         None => loaded.micro_batch(profiled, events),
@@ -214,17 +199,12 @@ fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<ImportedCos
     if is_for_torch {
         loaded.runs_in_torch(default_size)?;
     }
-    let times = match opened {
-        OpenedCosts::Analytic(kind) => {
-            let device = kind.map_or_else(|| cluster.device.clone(), Kind::device);
-            events.note(&format!(
-                "costs are analytic, from the data sheet of {}, not measured (`pipec profile` measures them)",
-                device.kind
-            ));
-            Times::Analytic(device)
-        }
-        OpenedCosts::Profile(path, sha256, profile) => Times::Profile(path, sha256, profile),
-    };
+    if let Times::Analytic(device) = &times {
+        events.note(&format!(
+            "costs are analytic, from the data sheet of {}, not measured (`pipec profile` measures them)",
+            device.kind
+        ));
+    }
     let counted = counted(request, &times)?;
     let (precision, is_requested) = (request.options.precision, request.micro_batch.is_some());
     Ok(ImportedCosts { loaded, cluster, times, precision, counted, is_requested, is_for_torch, default_size })
@@ -234,7 +214,7 @@ fn imported(request: &PlanRequest, events: &dyn EventSink) -> Result<ImportedCos
 fn counted(request: &PlanRequest, times: &Times) -> Result<CountedLoss, Error> {
     let (requested, is_inference) = (request.loss, request.options.is_inference());
     if is_inference && requested.is_some_and(|loss| loss != CountedLoss::None) {
-        return Err(Error::input("`--loss` cannot be combined with a plan for inference").because("nothing is trained"));
+        return Err(Error::conflict("--loss", "a plan for inference").because("nothing is trained"));
     }
     let Times::Profile(path, _, profile) = times else {
         return Ok(requested.unwrap_or(if is_inference { CountedLoss::None } else { CountedLoss::Default }));

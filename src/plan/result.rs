@@ -7,7 +7,6 @@ use compiler::plan::zero::Zero;
 use compiler::plan::{Plan, Stage};
 use std::collections::BTreeMap;
 
-/// The result of a request.
 #[derive(Clone, Debug)]
 pub struct PlanResult {
     /// The plan and its candidates.
@@ -25,7 +24,6 @@ pub struct PlanResult {
 /// The same stages under a schedule without a flush.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Alternative {
-    /// The schedule.
     pub schedule: Schedule,
     /// Predicted time of a minibatch, in microseconds.
     pub minibatch_us: f64,
@@ -38,22 +36,18 @@ pub struct Tried {
     pub micro_batch: u64,
     /// Micro-batches per minibatch.
     pub microbatches: u32,
-    /// The schedule.
     pub schedule: Schedule,
     /// The plan, or the reason why there is none.
     pub answer: Result<TriedPlan, String>,
 }
 
-/// The plan of a configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TriedPlan {
     /// Replicas of each stage.
     pub replicas: Vec<u32>,
     /// Stages on each device.
     pub chunks: u32,
-    /// The tensor-parallel degree.
     pub tensor: u32,
-    /// Its ZeRO.
     pub zero: Zero,
     /// Where the time of the busiest device goes.
     pub losses: Losses,
@@ -96,7 +90,6 @@ impl Losses {
 }
 
 impl Tried {
-    /// A plan that was made.
     pub fn of(plan: &Plan) -> Tried {
         let stages = &plan.stages;
         Tried {

@@ -6,11 +6,9 @@
 use compiler::plan::check::cost::class_of;
 use compiler::plan::schedule::Schedule;
 use compiler::plan::{Plan, Stage};
-use compiler::schedule::action;
-use compiler::schedule::action::Phase;
+use compiler::schedule::action::{self, Phase};
 use compiler::schedule::{Instruction, Program, WorkerProgram};
-use compiler::text::quantity;
-use compiler::text::quantity::plural;
+use compiler::text::quantity::{self, plural};
 
 /// Help for such a schedule.
 pub const HELP: &str = "`pipec partition MODEL --schedule FILE` makes a plan with the memory of this schedule, or reports that it does not fit";

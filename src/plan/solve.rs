@@ -16,7 +16,6 @@ use compiler::partition::partitioners::Partitioner;
 use compiler::plan::Plan;
 use compiler::plan::problem::Target;
 
-/// Plans a model.
 pub fn plan(request: &PlanRequest, events: &dyn EventSink) -> Result<PlanResult, Error> {
     let mut result = match batch_search::is_requested(request) {
         true => batch_search::plan(request, events)?,

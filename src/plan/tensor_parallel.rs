@@ -65,7 +65,6 @@ pub enum TensorParallel {
     Never,
     /// The best degree.
     Auto,
-    /// This degree.
     Degree(u32),
 }
 
@@ -95,9 +94,10 @@ impl TensorParallel {
         let (name, count) = costs.cluster.levels.first().map_or(("", 1), |level| (level.name.as_str(), level.count));
         match self {
             TensorParallel::Never => Ok(Vec::new()),
-            TensorParallel::Degree(size) if costs.cluster.is_mixed() => Err(Error::input(format!(
-                "`--tensor {size}` cannot be combined with a cluster of several device classes"
-            ))
+            TensorParallel::Degree(size) if costs.cluster.is_mixed() => Err(Error::conflict(
+                format!("--tensor {size}"),
+                "a cluster of several device classes",
+            )
             .because("the costs of tensor-parallel groups are those of one device type")
             .with_help(
                 "omit `--tensor` to plan for all devices, or describe only the devices of one type in the cluster file",

@@ -35,20 +35,23 @@ fn more(shared: usize) -> String {
     if shared > 1 { format!(" ({} more are shared, too)", shared - 1) } else { String::new() }
 }
 
+/// What the first of these parameters is shared by.
+fn sharing(shared: &[(&ParamCost, Vec<&Stage>)]) -> Option<String> {
+    let (first, stages) = shared.first()?;
+    let (stages, name) = (listed(stages), short_name(&first.name));
+    Some(format!("stages {stages} share the parameter `{name}`{}", more(shared.len())))
+}
+
 /// A warning if `pipec train` would refuse the plan: stages with different numbers of replicas share a parameter under a schedule that
 /// steps them at different times.
 pub fn refused(params: &[ParamCost], plan: &Plan) -> Option<String> {
     if !plan.schedule.kind.is_round_robin() {
         return None;
     }
-    let shared = uneven(params, plan);
-    let (first, stages) = shared.first()?;
+    let sharing = sharing(&uneven(params, plan))?;
+    let kind = plan.schedule.kind.name();
     Some(format!(
-        "stages {} share the parameter `{}`{} but have different numbers of replicas: `pipec train` refuses this under {}, but not with `--schedule 1f1b`",
-        listed(stages),
-        short_name(&first.name),
-        more(shared.len()),
-        plan.schedule.kind.name()
+        "{sharing} but have different numbers of replicas: `pipec train` refuses this under {kind}, but not with `--schedule 1f1b`"
     ))
 }
 
@@ -135,13 +138,10 @@ pub fn aged(params: &[ParamCost], plan: &Plan) -> Option<String> {
     let cap = |stage: &&Stage| plan.schedule.in_flight.get(stage.id.0 as usize).copied().unwrap_or(1);
     let mut shared = shared(params, plan);
     shared.retain(|(_, stages)| stages.iter().any(|stage| cap(stage) != cap(&stages[0])));
-    let (first, stages) = shared.first()?;
-    let oldest = stages.iter().max_by_key(|stage| (cap(stage), Reverse(stage.id.0)))?;
+    let (_, stages) = shared.first()?;
+    let oldest = stages.iter().max_by_key(|stage| (cap(stage), Reverse(stage.id.0)))?.id.0;
+    let sharing = sharing(&shared)?;
     Some(format!(
-        "stages {} share the parameter `{}`{}: all use the weight version of stage {}, which is older than the version in the programs of the others",
-        listed(stages),
-        short_name(&first.name),
-        more(shared.len()),
-        oldest.id.0
+        "{sharing}: all use the weight version of stage {oldest}, which is older than the version in the programs of the others"
     ))
 }

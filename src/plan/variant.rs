@@ -4,7 +4,6 @@ use crate::costs::Costs;
 use crate::error::Error;
 use crate::plan::from_costs::{efficiency, planner_options, problem};
 use crate::plan::request::{PlanOptions, PlanRequest, ScheduleChoice};
-use crate::plan::request_costs::CostsBySize;
 use crate::plan::tensor_parallel::{GroupLayout, group_costs};
 use crate::plan::zero::ZeroStage;
 use compiler::partition::bounds::flush_bound::FlushBound;
@@ -39,16 +38,6 @@ pub trait SizedCosts: Sync {
     /// The costs on tensor-parallel groups of this many devices.
     fn on_groups(&self, costs: &Costs, devices: u32, layout: GroupLayout) -> Result<TensorParallelCosts, Error> {
         group_costs(costs, devices, layout)
-    }
-}
-
-impl SizedCosts for CostsBySize {
-    fn only_size(&self) -> Option<u64> {
-        CostsBySize::only_size(self)
-    }
-
-    fn at(&self, micro_batch: u64) -> Result<Costs, Error> {
-        CostsBySize::at(self, micro_batch)
     }
 }
 

@@ -9,10 +9,8 @@ use compiler::partition::search::zero::least;
 use compiler::plan::problem::{Problem, Target};
 use compiler::plan::zero::{MOST, Zero};
 
-/// The ZeRO stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ZeroStage {
-    /// This one.
     Given(Zero),
     /// The lowest stage with which the best plan fits.
     Auto,
@@ -23,13 +21,13 @@ impl ZeroStage {
     pub fn validate(self, trains: bool, target: Option<Target>) -> Result<(), Error> {
         let zero = self.zero();
         if zero.level > 0 && !trains {
-            return Err(Error::input(format!("`--zero {zero}` cannot be combined with `--schedule inference`"))
+            return Err(Error::conflict(format!("--zero {zero}"), "`--schedule inference`")
                 .because("ZeRO shards gradients and optimizer state, which inference does not have")
                 .with_help("omit it"));
         }
         if let Some(target) = target.filter(|target| zero.degree > 0 && !target.has_shard_degree(zero.level)) {
             let most = zero.level.min(target.most_zero());
-            return Err(Error::input(format!("`--zero {zero}` cannot be combined with `--target {}`", target.name()))
+            return Err(Error::conflict(format!("--zero {zero}"), format!("`--target {}`", target.name()))
                 .because("groups of replicas shard in torchtitan, in Megatron-LM at ZeRO 1, and in pipec's own runtime")
                 .with_help(format!("use `--zero {most}`, or `--target torchtitan`")));
         }
@@ -65,7 +63,6 @@ impl ZeroStage {
         if may_group { Zero { degree: 2, ..least } } else { least }
     }
 
-    /// Makes the plan.
     pub fn plan(self, problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
         let mut planned = match self {
             ZeroStage::Auto => least(problem, &self.kinds(problem), options)?,

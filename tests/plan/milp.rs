@@ -13,7 +13,7 @@ use compiler::partition::options::PlannerOptions;
 use compiler::partition::partitioners::Partitioner;
 use compiler::partition::planned::Planned;
 use compiler::partition::planner::plan;
-use compiler::partition::search::context::{SearchContext, SearchLimits};
+use compiler::partition::search::context::SearchContext;
 use compiler::partition::search::fused_graph::FusedGraph;
 use compiler::partition::search::result::SearchResult;
 use compiler::plan::problem::{CostModel, Objective, Problem, ProblemError, Recomputation};
@@ -78,9 +78,10 @@ fn set_limit(problem: &mut Problem, seed: u64) {
 /// MILP result, starting from a single device, which may not fit.
 fn from_single(problem: &Problem) -> SearchResult {
     let fused = FusedGraph::of(&problem.graph);
-    let context = SearchContext { problem, joined: &fused, budget: Some(1_000_000), among: SearchLimits::ALONE };
+    let options = PlannerOptions { budget: Some(1_000_000), ..PlannerOptions::default() };
+    let context = SearchContext::new(problem, problem, &fused, &options);
     let [single, ..] = context.baselines();
-    refine(&context, SearchResult::of(single), None).unwrap()
+    refine(&context, SearchResult::of(single)).unwrap()
 }
 
 /// Checks a result against exhaustive search; returns whether it is proven. Programs whose terms are not linear may stay
@@ -200,10 +201,11 @@ fn the_answer_is_never_worse_and_never_called_proven_when_the_budget_ends() {
         let pipec = plan_with(&problem, Partitioner::Pipec).unwrap();
         // A single device leaves much to find, and a budget of no nodes is too little to find it.
         let fused = FusedGraph::of(&problem.graph);
-        let context = SearchContext { problem: &problem, joined: &fused, budget: Some(0), among: SearchLimits::ALONE };
+        let options = PlannerOptions { budget: Some(0), ..PlannerOptions::default() };
+        let context = SearchContext::new(&problem, &problem, &fused, &options);
         let [single, ..] = context.baselines();
         let single_us = single.minibatch_us;
-        let result = refine(&context, SearchResult::of(single), None).unwrap();
+        let result = refine(&context, SearchResult::of(single)).unwrap();
         let best_us = result.candidates.iter().map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
         println!(
             "{name}: {best_us} of {single_us}, {:?}, bound {}, {:?}",
@@ -229,9 +231,10 @@ fn the_answer_is_never_worse_and_never_called_proven_when_the_budget_ends() {
 fn no_time_at_all_is_said() {
     let problem = Problem::new(chain(20), levels("4:0.5GB/s").unwrap(), CostModel::Paper);
     let fused = FusedGraph::of(&problem.graph);
-    let context = SearchContext { problem: &problem, joined: &fused, budget: None, among: SearchLimits::ALONE };
+    let options = PlannerOptions { time_limit: Some(Duration::ZERO), ..PlannerOptions::default() };
+    let context = SearchContext::new(&problem, &problem, &fused, &options);
     let [single, ..] = context.baselines();
-    let result = refine(&context, SearchResult::of(single), Some(Duration::ZERO)).unwrap();
+    let result = refine(&context, SearchResult::of(single)).unwrap();
     assert_eq!((result.proven_us, result.candidates.len()), (None, 1));
     assert!(result.fallback.unwrap().contains("time limit"));
 }

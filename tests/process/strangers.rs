@@ -107,16 +107,16 @@ fn strangers_are_refused_by_name_and_harm_no_run() {
     assert_eq!(send_and_read(&address, b"GET / HTTP/1.1\r\n\r\n"), b"");
     assert_eq!(send_and_read(&address, &huge_frame_head()), b"");
     let token = RunToken::of(TOKEN).unwrap();
-    let mut challenge = Challenge::new(1, 2).unwrap();
+    let mut challenge = Challenge::new(1, 2, false).unwrap();
     let refusal = |challenge: &Challenge, token: &RunToken| {
         connect(&mut connection(connect_stream(&address), None), token, challenge, 0).unwrap_err()
     };
     challenge.protocol = 99;
     assert!(refusal(&challenge, &token).contains(", the other process 99"));
-    let challenge = Challenge::new(1, 3).unwrap();
+    let challenge = Challenge::new(1, 3, false).unwrap();
     assert!(refusal(&challenge, &token).contains("rank 1 expects 3 processes, rank 0 expects 2"));
     // A stranger who repeats what a process of the run has sent.
-    let challenge = Challenge::new(1, 2).unwrap();
+    let challenge = Challenge::new(1, 2, false).unwrap();
     assert!(refusal(&challenge, &RunToken::default()).contains(MISMATCH));
     let record = Arc::new(Mutex::new(Vec::new()));
     let recorded = connect(&mut connection(connect_stream(&address), Some(record.clone())), &token, &challenge, 0);

@@ -2,23 +2,21 @@
 
 use crate::partition::bounds::lower_bound::Bounds;
 use crate::partition::error::{PlanError, Refused};
-use crate::partition::explain::infeasible;
-use crate::partition::options::PlannerOptions;
+use crate::partition::infeasible;
 use crate::partition::partitioners::{Partitioner, Request};
 use crate::partition::planned::{ComparedPlan, Planned};
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::finish_plan;
-use crate::partition::search::finish_plan::Statement;
-use crate::partition::search::improve::{Simulated, improve};
+use crate::partition::search::improve::improve;
 use crate::partition::search::memory_dp::FitObjective;
 use crate::partition::search::numbers::same;
-use crate::partition::search::result::{PlanCandidate, SearchResult, order};
-use crate::partition::search::select::{best, candidates_without_limit, play_baselines, with_less_recompute};
-use crate::partition::search::simulate_candidate::Played;
-use crate::partition::search::{constraints, interleaved, pipec_rules, replica_search};
-use crate::plan::problem::{CostModel, InFlight, Problem};
+use crate::partition::search::result::{PlanCandidate, SearchResult};
+use crate::partition::search::select::{
+    Simulated, best, candidates_without_limit, play_baselines, with_less_recompute,
+};
+use crate::partition::search::{pipec_rules, replica_search};
+use crate::plan::problem::{CostModel, Problem};
 use crate::plan::stage_cost;
-use serde_json::json;
 
 /// The result of a partitioner, before it becomes a plan.
 pub struct Answer {
@@ -33,12 +31,12 @@ fn is_pinned(problem: &Problem) -> bool {
     problem.constraints.replicas.is_some()
         || problem.constraints.cut_after.is_some()
         || problem.constraints.require_pipec_cost()
-        || matches!(problem.in_flight, InFlight::Given(_))
+        || problem.in_flight.given().is_some()
 }
 
 /// Runs a partitioner with the devices in the order of the problem's cluster.
-pub fn answer(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Result<Answer, Refused> {
-    let mut answer = without_bound(question, options, question.baselines())?;
+pub fn answer(question: &SearchContext<'_>) -> Result<Answer, Refused> {
+    let mut answer = without_bound(question, question.baselines())?;
     let found = &mut answer.found;
     if found.bound_us == 0.0 && Bounds::are_valid_for(question.problem) {
         found.bound_us = Bounds::of(question.problem).of_any_plan(answer.chosen.minibatch_us);
@@ -47,27 +45,20 @@ pub fn answer(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Res
 }
 
 /// The same, without a bound unless the search has one.
-pub fn without_bound(
-    question: &SearchContext<'_>,
-    options: &PlannerOptions<'_>,
-    baselines: [PlanCandidate; 3],
-) -> Result<Answer, Refused> {
-    let problem = question.problem;
+pub fn without_bound(question: &SearchContext<'_>, baselines: [PlanCandidate; 3]) -> Result<Answer, Refused> {
+    let &SearchContext { problem, options, .. } = question;
     let is_pinned = is_pinned(problem);
-    let request = Request { question, baselines: &baselines, time_limit: options.time_limit, is_pinned };
+    let request = Request { question, baselines: &baselines, is_pinned };
     let mut found = (options.partitioner.row().find)(&request)?;
     let is_ours = options.partitioner == Partitioner::Pipec && problem.cost == CostModel::Pipec && !is_pinned;
     let has_missed = problem.chunks > 1 || !found.candidates.iter().any(|candidate| candidate.fits);
     if is_ours && has_missed && question.among.is_alone() && !problem.constraints.no_replication {
         add_candidates_without_replication(question, &baselines, &mut found);
     }
-    found.candidates.sort_by(|left, right| order(problem.objective, left, right));
-    let best = found.candidates.iter().position(|candidate| candidate.fits);
-    let Some(at) = best else {
-        let error = infeasible(question, &found, options.partitioner, is_pinned);
+    let Some(chosen) = found.take_best(problem.objective) else {
+        let error = infeasible(question, &found, is_pinned);
         return Err(Refused { error, bound_us: found.proven_us.unwrap_or(0.0) });
     };
-    let chosen = found.candidates.remove(at);
     let is_simulated = options.partitioner == Partitioner::Pipec && options.efficiency.is_some();
     if is_simulated && found.is_pressed && question.among.is_alone() {
         let more = candidates_without_limit(question, &mut found.states);
@@ -88,66 +79,34 @@ fn add_candidates_without_replication(
 ) {
     let mut narrower = question.problem.clone();
     narrower.constraints.no_replication = true;
-    let narrower = question.about(&narrower);
-    let more = match narrower.problem.chunks {
-        1 => pipec_rules::found(&narrower, baselines),
-        _ => interleaved::found(&narrower),
-    };
-    let Ok(more) = more else { return };
-    let fitting = more.candidates.iter().filter(|candidate| candidate.fits);
-    let best_us = fitting.map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
+    let Ok(more) = pipec_rules::found(&question.about(&narrower), baselines) else { return };
+    let best_us = more.fastest_us();
     // The proof covers all plans, unless one of the new ones is faster.
     found.proven_us = found.proven_us.filter(|proven_us| *proven_us <= best_us);
     found.states += more.states;
     found.candidates.extend(more.candidates.into_iter().filter(|candidate| candidate.name == "pipec"));
 }
 
-/// Turns an answer into a plan and verifies it; `question` holds `problem` over fused ops.
-pub fn conclude(
-    problem: &Problem,
-    question: &SearchContext<'_>,
-    options: &PlannerOptions<'_>,
-    answer: Answer,
-) -> Result<Planned, PlanError> {
+/// Turns an answer into a plan and verifies it.
+pub fn conclude(question: &SearchContext<'_>, answer: Answer) -> Result<Planned, PlanError> {
     let Answer { mut found, chosen, mut baselines } = answer;
-    let (chosen, played) = best(problem, question, &mut found, chosen, options);
-    let best = improved(problem, question, &mut found, Simulated { candidate: chosen, played }, options);
-    let (chosen, played) = with_less_recompute(problem, question, &mut found, best, options);
+    let best = best(question, &mut found, chosen);
+    let best = improved(question, &mut found, best);
+    let best = with_less_recompute(question, &mut found, best);
+    let &SearchContext { full, options, .. } = question;
     if !options.without_baselines {
-        play_baselines(problem, question, &mut baselines, &played, options);
+        play_baselines(question, &mut baselines, best.played.minibatch_us);
     }
-    let names = problem.constraints.cut_after.as_deref().unwrap_or_default();
-    let is_pinned = is_pinned(problem) && options.partitioner != Partitioner::Milp;
-    let statement = Statement {
-        found: &found,
-        baselines: &baselines,
-        method: if is_pinned { "pinned" } else { options.partitioner.name() },
-        partitioner: options.partitioner.name(),
-        budget: options.budget,
-        seed: options.seed,
-        played: &played,
-        is_played: options.efficiency.is_some(),
-        asked: question.problem,
-        notes: constraints::moved(question.joined, names),
-    };
-    let mut plan = finish_plan::finish(problem, &chosen, &statement).map_err(PlanError::Unsound)?;
-    if let Some(limit) = options.time_limit {
-        plan.options.insert("time_limit".to_string(), json!(limit.as_secs_f64()));
-    }
+    let is_pinned = is_pinned(full) && options.partitioner != Partitioner::Milp;
+    let plan = finish_plan::finish(question, &best, &found, &baselines, is_pinned).map_err(PlanError::Unsound)?;
     let rest = found.candidates.iter().chain(&baselines);
-    let compared = std::iter::once(&chosen).chain(rest).map(ComparedPlan::of).collect();
+    let compared = std::iter::once(&best.candidate).chain(rest).map(ComparedPlan::of).collect();
     Ok(Planned { plan, compared })
 }
 
 /// The plan after local improvement, unless it is proven to be the best already.
-fn improved(
-    original: &Problem,
-    question: &SearchContext<'_>,
-    found: &mut SearchResult,
-    best: Simulated,
-    options: &PlannerOptions<'_>,
-) -> (PlanCandidate, Played) {
-    let problem = question.problem;
+fn improved(question: &SearchContext<'_>, found: &mut SearchResult, best: Simulated) -> Simulated {
+    let &SearchContext { problem, options, .. } = question;
     let is_ours = options.partitioner == Partitioner::Pipec && question.among.is_alone() && !options.is_draft;
     // Without a flush the closed form is a lower bound, which the plan of a complete search reaches unless it waits.
     let waits = best.played.minibatch_us > best.candidate.minibatch_us * (1.0 + options.gap);
@@ -155,33 +114,27 @@ fn improved(
     let is_complete = !problem.schedule.flushes() && found.proven_us.is_some() && !waits && !found.is_pressed;
     let least_us = finish_plan::spread(problem);
     if is_ours && !is_complete && best.played.minibatch_us > least_us * (1.0 + options.gap) {
-        let (better, states) = improve(original, question, options, &best, &found.candidates, 1);
+        let (better, states) = improve(question, &best, &found.candidates, 1);
         found.states += states;
-        let start = better.as_ref().unwrap_or(&best);
-        let (faster, states) = replica_search::search(original, question, options, start);
+        let (faster, states) = replica_search::search(question, better.as_ref().unwrap_or(&best));
         found.states += states;
         if let Some(better) = faster.or(better) {
             if !same(better.candidate.minibatch_us, best.candidate.minibatch_us) {
                 found.proven_us = None;
             }
             found.candidates.push(best.candidate);
-            return (better.candidate, better.played);
+            return better;
         }
     }
-    (best.candidate, best.played)
+    best
 }
 
 /// The infeasibility report, based on the candidate that needs the least memory.
-fn infeasible(
-    question: &SearchContext<'_>,
-    found: &SearchResult,
-    partitioner: Partitioner,
-    is_pinned: bool,
-) -> PlanError {
+fn infeasible(question: &SearchContext<'_>, found: &SearchResult, is_pinned: bool) -> PlanError {
     let problem = question.problem;
     let mut candidates = found.candidates.clone();
     // The other searches already looked for the least memory; the enumeration only keeps what fits.
-    if partitioner == Partitioner::Exhaustive && !is_pinned && problem.cost != CostModel::Pipec {
+    if question.options.partitioner == Partitioner::Exhaustive && !is_pinned && problem.cost != CostModel::Pipec {
         let shapes = question.fitting(&stage_cost::levels(&problem.cluster), FitObjective::Memory);
         candidates.extend(shapes.into_iter().map(|shape| question.candidate("least memory", shape)));
     }

@@ -14,3 +14,6 @@ pub mod min_memory;
 #[cfg(test)]
 #[path = "../../tests/random/mod.rs"]
 mod random;
+
+#[cfg(test)]
+pub mod test_graphs;

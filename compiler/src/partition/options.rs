@@ -2,7 +2,10 @@
 
 use crate::partition::partitioners::Partitioner;
 use crate::partition::search::in_flight::Efficiency;
+use crate::plan::problem::{Problem, ProblemError};
 use std::time::Duration;
+
+pub const MAX_DEVICES: u32 = 4096;
 
 #[derive(Clone, Copy, Default)]
 pub struct PlannerOptions<'a> {
@@ -22,4 +25,29 @@ pub struct PlannerOptions<'a> {
     pub without_baselines: bool,
     /// A plan within this fraction of a lower bound is not improved.
     pub gap: f64,
+}
+
+impl PlannerOptions<'_> {
+    /// Rejects invalid problems, problems that no partitioner supports, and options that the chosen partitioner does
+    /// not support.
+    pub fn check(&self, problem: &Problem) -> Result<(), ProblemError> {
+        problem.check()?;
+        let devices = problem.cluster.devices();
+        if devices > MAX_DEVICES {
+            let (limit, found) = (u64::from(MAX_DEVICES), u64::from(devices));
+            return Err(ProblemError::TooLarge { method: "planning", what: "devices", limit, found });
+        }
+        if self.time_limit.is_some() && self.partitioner != Partitioner::Milp {
+            let what = "only partitioner `milp` supports a time limit; use `--budget` for the others";
+            return Err(ProblemError::Unmet { what: what.to_string() });
+        }
+        if problem.cluster.is_mixed() && (problem.constraints.tensor || !problem.shared.is_empty()) {
+            return Err(ProblemError::Mixed { what: "`--tensor`" });
+        }
+        if problem.chunks > 1 && self.partitioner != Partitioner::Pipec {
+            let what = "only partitioner `pipec` supports several stages per rank";
+            return Err(ProblemError::Unmet { what: what.to_string() });
+        }
+        Ok(())
+    }
 }

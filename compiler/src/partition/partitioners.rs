@@ -3,20 +3,18 @@
 //! To add one: a file in `partitioners/`, its module and its row here. The command line and plans take the name from the
 //! row.
 
-pub mod data_parallel;
 pub mod enumerate;
 pub mod exhaustive;
-pub mod single;
+pub mod one_stage;
 pub mod uniform;
 
 use crate::partition::bounds::min_memory;
 use crate::partition::milp;
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::downsets::Growth;
+use crate::partition::search::pipec_rules;
 use crate::partition::search::result::{PlanCandidate, SearchResult};
-use crate::partition::search::{interleaved, pipec_rules};
 use crate::plan::problem::{CostModel, ProblemError};
-use std::time::Duration;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Partitioner {
@@ -41,7 +39,6 @@ pub struct Request<'a> {
     pub question: &'a SearchContext<'a>,
     /// Single device, data parallelism, uniform pipeline.
     pub baselines: &'a [PlanCandidate; 3],
-    pub time_limit: Option<Duration>,
     /// True if constraints fix the stages.
     pub is_pinned: bool,
 }
@@ -68,7 +65,12 @@ pub struct Row {
 }
 
 const TABLE: [Row; 7] = [
-    Row { partitioner: Partitioner::Pipec, name: "pipec", orders: OrderSearch::Tables, find: pipec },
+    Row {
+        partitioner: Partitioner::Pipec,
+        name: "pipec",
+        orders: OrderSearch::Tables,
+        find: |request| request.default_search(),
+    },
     Row { partitioner: Partitioner::Pipedream, name: "pipedream", orders: OrderSearch::Complete, find: pipedream },
     Row { partitioner: Partitioner::Milp, name: "milp", orders: OrderSearch::Complete, find: milp },
     Row { partitioner: Partitioner::Exhaustive, name: "exhaustive", orders: OrderSearch::All, find: exhaustive },
@@ -76,20 +78,10 @@ const TABLE: [Row; 7] = [
         partitioner: Partitioner::DataParallel,
         name: "data-parallel",
         orders: OrderSearch::Fixed,
-        find: |request| request.baseline(1),
+        find: baseline::<1>,
     },
-    Row {
-        partitioner: Partitioner::Uniform,
-        name: "uniform",
-        orders: OrderSearch::Fixed,
-        find: |request| request.baseline(2),
-    },
-    Row {
-        partitioner: Partitioner::Single,
-        name: "single",
-        orders: OrderSearch::Fixed,
-        find: |request| request.baseline(0),
-    },
+    Row { partitioner: Partitioner::Uniform, name: "uniform", orders: OrderSearch::Fixed, find: baseline::<2> },
+    Row { partitioner: Partitioner::Single, name: "single", orders: OrderSearch::Fixed, find: baseline::<0> },
 ];
 
 impl Partitioner {
@@ -120,10 +112,6 @@ impl Request<'_> {
         }
     }
 
-    fn baseline(&self, at: usize) -> Result<SearchResult, ProblemError> {
-        if self.is_pinned { self.default_search() } else { Ok(SearchResult::of(self.baselines[at].clone())) }
-    }
-
     /// True if memory alone proves that nothing fits, so that the report of the default search is enough.
     fn cannot_fit(&self) -> bool {
         let problem = self.question.problem;
@@ -131,10 +119,11 @@ impl Request<'_> {
     }
 }
 
-fn pipec(request: &Request<'_>) -> Result<SearchResult, ProblemError> {
-    match request.question.problem.chunks {
-        1 => request.default_search(),
-        _ => interleaved::found(request.question),
+/// One of the baselines, unless the stages are fixed.
+fn baseline<const AT: usize>(request: &Request<'_>) -> Result<SearchResult, ProblemError> {
+    match request.is_pinned {
+        true => request.default_search(),
+        false => Ok(SearchResult::of(request.baselines[AT].clone())),
     }
 }
 
@@ -149,7 +138,7 @@ fn milp(request: &Request<'_>) -> Result<SearchResult, ProblemError> {
     let known = request.default_search()?;
     match request.cannot_fit() {
         true => Ok(known),
-        false => milp::solve::refine(request.question, known, request.time_limit),
+        false => milp::solve::refine(request.question, known),
     }
 }
 
@@ -164,7 +153,7 @@ fn exhaustive(request: &Request<'_>) -> Result<SearchResult, ProblemError> {
     let (candidate, states) = enumerate::every(request.question)?;
     let proven_us = candidate.as_ref().filter(|best| best.fits).map(|best| best.minibatch_us);
     let proven_us = proven_us.filter(|_| problem.cluster.levels.len() == 1);
-    Ok(SearchResult { candidates: candidate.into_iter().collect(), states, proven_us, ..SearchResult::nothing() })
+    Ok(SearchResult { candidates: candidate.into_iter().collect(), states, proven_us, ..SearchResult::default() })
 }
 
 #[cfg(test)]

@@ -9,14 +9,14 @@ use crate::partition::error::PlanError;
 use crate::partition::options::PlannerOptions;
 use crate::partition::planned::Planned;
 use crate::partition::search::tensor_parallel;
-use crate::partition::{single_degree, support};
+use crate::partition::single_degree;
 use crate::plan::problem::Problem;
 
 pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
     if !problem.constraints.tensor && problem.shared.is_empty() {
         return single_degree::plan(problem, options);
     }
-    support::check(problem, options)?;
+    options.check(problem)?;
     let mut planned = tensor_parallel::best(problem, options)?;
     planned.set_idle(problem);
     Ok(planned)

@@ -26,6 +26,7 @@ pub mod linear_search;
 pub mod memory_dp;
 pub mod module_boundaries;
 pub mod numbers;
+pub mod op_sets;
 pub mod partial_recompute;
 pub mod pipec;
 pub mod pipec_rules;

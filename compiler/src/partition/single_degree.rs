@@ -7,28 +7,24 @@ use crate::partition::options::PlannerOptions;
 use crate::partition::planned::Planned;
 use crate::partition::search::context::{Depth, SearchContext, SearchLimits};
 use crate::partition::search::fused_graph::FusedGraph;
-use crate::partition::support;
 use crate::plan::problem::Problem;
 
 /// The plan of a problem without tensor parallelism.
 pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
-    support::check(problem, options)?;
+    options.check(problem)?;
     let joined = FusedGraph::of(&problem.graph);
     let asked = joined.problem(problem);
-    let context = |depth: Depth| {
-        let among = SearchLimits { depth, ..SearchLimits::ALONE };
-        SearchContext { problem: &asked, joined: &joined, budget: options.budget, among }
-    };
-    let (draft, whole) = (context(Depth::Draft), context(Depth::Whole));
+    let whole = SearchContext::new(problem, &asked, &joined, options);
+    let among = SearchLimits { depth: Depth::Draft, ..SearchLimits::ALONE };
+    let draft = SearchContext { among, ..whole };
     let mut planned = if problem.cluster.is_mixed() {
-        heterogeneous::plan::plan(problem, &whole, options)?
+        heterogeneous::plan::plan(&whole)?
     } else {
-        let found = if options.is_draft { answer(&draft, options).ok() } else { None };
-        let (question, answer) = match found {
-            Some(answer) => (&draft, answer),
-            None => (&whole, answer(&whole, options).map_err(|refused| refused.error)?),
-        };
-        conclude(problem, question, options, answer)?
+        let found = if options.is_draft { answer(&draft).ok() } else { None };
+        match found {
+            Some(answer) => conclude(&draft, answer)?,
+            None => conclude(&whole, answer(&whole).map_err(|refused| refused.error)?)?,
+        }
     };
     planned.set_idle(problem);
     Ok(planned)

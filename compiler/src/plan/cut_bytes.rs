@@ -157,16 +157,11 @@ impl<'a> CutBytes<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::cost_graph::{OpCost, OpId, TensorCost};
+    use crate::profile::cost_graph::{OpCost, TensorCost};
 
     fn diamond() -> CostGraph {
         let op = |id: u32| OpCost { id, out_bytes: 10 << id, ..OpCost::default() };
-        let tensor = |producer: u32, readers: &[u32]| TensorCost {
-            name: String::new(),
-            producer: OpId(producer),
-            bytes: 10 << producer,
-            consumers: readers.iter().map(|&to| OpId(to)).collect(),
-        };
+        let tensor = |producer: u32, readers: &[u32]| TensorCost::new(producer, 10 << producer, readers);
         // A diamond: 0 feeds 1 and 2, both feed 3; 4 follows.
         let tensors = vec![tensor(0, &[1, 2]), tensor(1, &[3]), tensor(2, &[3]), tensor(3, &[4]), tensor(4, &[])];
         CostGraph { ops: (0..5).map(op).collect(), tensors, ..CostGraph::default() }

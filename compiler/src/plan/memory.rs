@@ -322,12 +322,7 @@ mod tests {
     #[test]
     fn a_tied_parameter_counts_once_and_inputs_count_for_every_batch_in_flight() {
         let op = |id, saved_bytes, workspace_bytes| OpCost { id, saved_bytes, workspace_bytes, ..OpCost::default() };
-        let tensor = |producer, bytes, consumers: &[u32]| TensorCost {
-            name: String::new(),
-            producer: OpId(producer),
-            bytes,
-            consumers: consumers.iter().map(|&to| OpId(to)).collect(),
-        };
+        let tensor = TensorCost::new;
         let graph = CostGraph {
             ops: vec![
                 OpCost { unsaved: true, arriving_bytes: 50, ..op(0, 10, 5) },

@@ -150,6 +150,12 @@ pub enum InFlight {
     Given(Vec<u32>),
 }
 
+impl InFlight {
+    pub fn given(&self) -> Option<&[u32]> {
+        if let InFlight::Given(caps) = self { Some(caps) } else { None }
+    }
+}
+
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Constraints {
     /// Replicas of each stage; cuts are free.

@@ -102,6 +102,14 @@ pub struct TensorCost {
     pub consumers: Vec<OpId>,
 }
 
+impl TensorCost {
+    /// A tensor without a name.
+    pub fn new(producer: u32, bytes: u64, readers: &[u32]) -> TensorCost {
+        let (producer, consumers) = (OpId(producer), readers.iter().copied().map(OpId).collect());
+        TensorCost { name: String::new(), producer, bytes, consumers }
+    }
+}
+
 /// A parameter and its users; with several users it is tied.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParamCost {
@@ -474,9 +482,8 @@ mod tests {
     use super::*;
 
     fn two() -> CostGraph {
-        let op = |id, name: &str| OpCost { id, name: name.into(), fwd_us: 1.0, bwd_us: 2.0, ..OpCost::default() };
-        let tensor = TensorCost { name: "t".into(), producer: OpId(0), bytes: 8, consumers: vec![OpId(1)] };
-        CostGraph { ops: vec![op(0, "a"), op(1, "b")], tensors: vec![tensor], ..CostGraph::default() }
+        let op = |id| OpCost { id, fwd_us: 1.0, bwd_us: 2.0, ..OpCost::default() };
+        CostGraph { ops: vec![op(0), op(1)], tensors: vec![TensorCost::new(0, 8, &[1])], ..CostGraph::default() }
     }
 
     #[test]
@@ -506,8 +513,7 @@ mod tests {
         assert!(matches!(broken(|g| g.ops[0].joins = Some(OpId(9))), CostGraphError::UnknownOp { .. }));
         assert!(matches!(broken(|g| g.ops[0].joins = Some(OpId(0))), CostGraphError::Joins { .. }));
         let before_what_it_reads = broken(|g| {
-            let reader = OpCost { id: 2, joins: Some(OpId(0)), ..OpCost::default() };
-            g.ops.push(reader);
+            g.ops.push(OpCost { id: 2, joins: Some(OpId(0)), ..OpCost::default() });
             g.tensors[0] = TensorCost { producer: OpId(1), consumers: vec![OpId(2)], ..g.tensors[0].clone() };
         });
         assert!(matches!(before_what_it_reads, CostGraphError::Joins { .. }));

@@ -360,8 +360,7 @@ pub mod tests {
     #[test]
     fn a_proof_that_is_sent_back_is_worthless() {
         let (mut connector, mut stranger) = pair();
-        let connecting =
-            std::thread::spawn(move || connect(&mut connector, &token(ONE), &challenge(2), 0));
+        let connecting = std::thread::spawn(move || connect(&mut connector, &token(ONE), &challenge(2), 0));
         let mut content = receive_frame(&mut stranger, Kind::Challenge).unwrap();
         content[4..8].fill(0);
         stranger.send_frame(Kind::Challenge, &content).unwrap();

@@ -328,7 +328,7 @@ fn figures(
             return Ok(Ok(Figures::of(&planned.plan, gradients)));
         }
     }
-    match solve_with_groups(path, costs.clone(), groups.clone(), &options) {
+    match solve_with_groups(path, costs.clone(), groups.clone(), &options, true) {
         Ok(planned) => {
             // Costs on groups are those of the ops of the whole model.
             if depth.is_some() && groups.is_empty() {

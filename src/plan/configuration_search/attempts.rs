@@ -18,7 +18,6 @@ use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::Zero;
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
-use std::collections::hash_map::Entry;
 
 /// Plans that are improved move by move, those of them under one schedule, and on groups.
 const IMPROVED: usize = 5;
@@ -60,21 +59,19 @@ pub fn best(attempts: &[Attempt]) -> Option<&Attempt> {
 pub enum Task {
     /// Of this layout.
     Layout(Ranked),
-    /// With any replicas.
-    Free { schedule: Schedule, zero: Zero },
-    /// With these.
-    Given { schedule: Schedule, zero: Zero, replicas: Vec<u32> },
+    /// With these replicas, or any.
+    Replicas { schedule: Schedule, zero: Zero, given: Option<Vec<u32>> },
 }
 
 impl Task {
     fn is_free(&self) -> bool {
-        matches!(self, Task::Free { .. })
+        matches!(self, Task::Replicas { given: None, .. })
     }
 
     pub fn schedule(&self) -> Schedule {
         match self {
             Task::Layout(one) => one.estimate.layout.schedule,
-            Task::Free { schedule, .. } | Task::Given { schedule, .. } => *schedule,
+            Task::Replicas { schedule, .. } => *schedule,
         }
     }
 
@@ -82,13 +79,12 @@ impl Task {
     pub fn planned(&self, variant: &Variant, options: &PlanOptions, is_draft: bool) -> Result<Planned, PlanError> {
         variant.planned(options, is_draft, &|problem, planner| match self {
             Task::Layout(one) => Layouts::of(problem).plan(&one.estimate.layout, planner),
-            &Task::Free { schedule, zero } => {
-                let chunks = if schedule.has_chunks() { 2 } else { 1 };
-                single_degree::plan(&Problem { schedule, chunks, zero, ..problem.clone() }, planner)
-            }
-            Task::Given { schedule, zero, replicas } => {
-                let mut problem = Problem { schedule: *schedule, chunks: 1, zero: *zero, ..problem.clone() };
-                problem.constraints.replicas = Some(replicas.clone());
+            &Task::Replicas { schedule, zero, ref given } => {
+                let chunks = if self.is_free() && schedule.has_chunks() { 2 } else { 1 };
+                let mut problem = Problem { schedule, chunks, zero, ..problem.clone() };
+                if given.is_some() {
+                    problem.constraints.replicas.clone_from(given);
+                }
                 single_degree::plan(&problem, planner)
             }
         })
@@ -104,10 +100,7 @@ impl Search<'_> {
             if best_us.is_finite() && (self.events.stops() || self.is_close(best_us)) {
                 break;
             }
-            let (variants, options) = (&self.variants, &self.request.options);
-            let found = in_parallel(few, |(variant, task)| task.planned(&variants[*variant], options, true));
-            let made = few.iter().zip(found).map(|((variant, task), planned)| self.made(*variant, task, planned));
-            let made = Vec::from_iter(made);
+            let made = self.make(few, true);
             if let Some(best) = made.iter().min_by(|left, right| left.by_time(right))
                 && best.us() < best_us
             {
@@ -169,19 +162,20 @@ impl Search<'_> {
             if self.events.stops() {
                 return;
             }
-            let task = Task::Layout(one);
-            let planned = task.planned(&self.variants[one.variant], &self.request.options, false);
-            attempts.push(self.made(one.variant, &task, planned));
+            attempts.extend(self.make(&[(one.variant, Task::Layout(one))], false));
         }
     }
 
-    fn made(&self, variant: usize, task: &Task, planned: Result<Planned, PlanError>) -> Attempt {
-        let is_refused = planned.as_ref().is_ok_and(|planned| self.refuses(&planned.plan));
-        Attempt { variant, task: task.clone(), is_refused, planned }
-    }
-
-    fn refuses(&self, plan: &Plan) -> bool {
-        self.request.options.target.is_some_and(|target| refusal(target, plan).is_some())
+    /// Makes plans in parallel, each of a variant.
+    fn make(&self, tasks: &[(usize, Task)], is_draft: bool) -> Vec<Attempt> {
+        let (variants, options) = (&self.variants, &self.request.options);
+        let found = in_parallel(tasks, |(variant, task)| task.planned(&variants[*variant], options, is_draft));
+        let refuses = |plan: &Plan| options.target.is_some_and(|target| refusal(target, plan).is_some());
+        let made = tasks.iter().cloned().zip(found).map(|((variant, task), planned)| {
+            let is_refused = planned.as_ref().is_ok_and(|planned| refuses(&planned.plan));
+            Attempt { variant, task, is_refused, planned }
+        });
+        made.collect()
     }
 
     /// Replaces the best drafts by plans that are improved move by move.
@@ -215,16 +209,11 @@ impl Search<'_> {
             is_new && attempts[*at].us() <= most_us
         });
         order.truncate(IMPROVED);
-        let (variants, options) = (&self.variants, &self.request.options);
-        let better = in_parallel(&order, |at| {
-            let Attempt { variant, task, .. } = &attempts[*at];
-            task.planned(&variants[*variant], options, false)
-        });
-        for (at, planned) in order.into_iter().zip(better) {
-            let Ok(better) = &planned else { continue };
-            let is_refused = self.refuses(&better.plan);
-            if attempts[at].is_refused || !is_refused {
-                (attempts[at].is_refused, attempts[at].planned) = (is_refused, planned);
+        let tasks = order.iter().map(|at| (attempts[*at].variant, attempts[*at].task.clone()));
+        let better = self.make(&Vec::from_iter(tasks), false);
+        for (at, better) in order.into_iter().zip(better) {
+            if better.planned.is_ok() && (attempts[at].is_refused || !better.is_refused) {
+                attempts[at] = better;
             }
         }
     }
@@ -241,16 +230,13 @@ impl Search<'_> {
             let schedule = plan.schedule.kind;
             let replicas: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
             let zero = plan.zero();
-            let task = Task::Given { schedule, zero, replicas: replicas.clone() };
             tried.insert((fastest.variant, replicas.clone()));
             let mut next = self.next_sizes(source, fastest.variant);
             next.retain(|variant| self.bound_if_better(*variant, &[schedule]).is_some());
             next.retain(|variant| tried.insert((*variant, replicas.clone())));
-            let (variants, options) = (&self.variants, &self.request.options);
-            let planned = in_parallel(&next, |at| task.planned(&variants[*at], options, false));
-            for (variant, planned) in next.into_iter().zip(planned) {
-                attempts.extend(planned.is_ok().then(|| self.made(variant, &task, planned)));
-            }
+            let task = Task::Replicas { schedule, zero, given: Some(replicas) };
+            let tasks: Vec<(usize, Task)> = next.into_iter().map(|variant| (variant, task.clone())).collect();
+            attempts.extend(self.make(&tasks, false).into_iter().filter(|attempt| attempt.planned.is_ok()));
             let best_us = best(attempts).map_or(f64::INFINITY, Attempt::us);
             self.best_us = self.best_us.min(best_us);
             if best_us >= us {
@@ -277,11 +263,9 @@ impl Search<'_> {
 
     /// Makes the variant of a size on single devices.
     fn make_variant(&mut self, source: &dyn SizedCosts, micro_batch: u64) -> Option<usize> {
-        let costs = match self.costs.entry(micro_batch) {
-            Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(unknown) => unknown.insert(source.at(micro_batch).ok()?),
-        };
-        let costs = costs.clone();
+        let known = self.costs.get(&micro_batch).cloned();
+        let costs = known.map_or_else(|| source.at(micro_batch), Ok).ok()?;
+        self.costs.insert(micro_batch, costs.clone());
         self.variants.push(Variant::new(self.request, costs, None, self.batch).ok()?);
         Some(self.variants.len() - 1)
     }
@@ -373,7 +357,7 @@ impl Search<'_> {
         let mut tasks = Vec::new();
         for variant in variants {
             for &schedule in schedules {
-                tasks.extend(kinds.iter().map(|&zero| (variant, Task::Free { schedule, zero })));
+                tasks.extend(kinds.iter().map(|&zero| (variant, Task::Replicas { schedule, zero, given: None })));
             }
         }
         tasks

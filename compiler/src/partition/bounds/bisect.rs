@@ -72,9 +72,8 @@ impl<'a> BottleneckSearch<'a> {
         BottleneckSearch { cut_space, cost, levels, devices, steps: Cell::new(0), most_steps }
     }
 
-    /// Narrows the smallest bottleneck between the lower bound `low_us` and the upper bound `high_us`. Calls `found`
-    /// for every feasible time; a smaller returned value becomes the new upper bound.
-    pub fn narrow(&self, low_us: f64, high_us: f64, mut found: impl FnMut(f64) -> f64) -> Bracket {
+    /// Narrows the smallest bottleneck between the lower bound `low_us` and the upper bound `high_us`.
+    pub fn narrow(&self, low_us: f64, high_us: f64) -> Bracket {
         let (mut low, mut high) = (low_us, high_us);
         let mut tried = low * (1.0 + CLOSE);
         // The lower bound is usually tight, so the first guesses stay near it.
@@ -83,7 +82,7 @@ impl<'a> BottleneckSearch<'a> {
             match self.is_feasible(tried) {
                 None => return Bracket { low_us: low, high_us: high },
                 Some(true) => {
-                    high = found(tried).min(tried).max(low);
+                    high = tried;
                     stride = 0.0;
                 }
                 Some(false) => {

@@ -11,6 +11,7 @@
 use crate::partition::bounds::crossings::{Crossing, crossings};
 use crate::partition::bounds::divisions::{Division, Members};
 use crate::partition::search::fused_graph::FusedGraph;
+use crate::partition::search::op_sets::neighbours;
 use crate::profile::cost_graph::{CostGraph, OpCost, TensorCost};
 
 /// An op with a smaller part of all work may be left out.
@@ -127,6 +128,24 @@ pub struct Cut {
 }
 
 impl Cut {
+    /// The cut before this element, with the work and the gradient sums of all elements before it.
+    fn between(element: usize, us: f64, summed: f64, way: Work, message: f64, least_before: f64) -> Cut {
+        Cut {
+            ends_us: us,
+            starts_us: us,
+            ends_summed: summed,
+            starts_summed: summed,
+            whole: element,
+            touched: element,
+            way,
+            way_inside: Work::default(),
+            message,
+            least_before,
+            sends: [0.0; 2],
+            receives: [0.0; 2],
+        }
+    }
+
     /// True if it divides no element, so that all paths to the next stage cross it.
     pub fn is_between(&self) -> bool {
         self.whole == self.touched
@@ -212,20 +231,7 @@ impl Chain {
         let mut ways = vec![way];
         let mut least_before = f64::INFINITY;
         for (at, element) in elements.iter().enumerate() {
-            let between = Cut {
-                ends_us: before_us,
-                starts_us: before_us,
-                ends_summed: summed[at],
-                starts_summed: summed[at],
-                whole: at,
-                touched: at,
-                way,
-                way_inside: Work::default(),
-                message: element.message,
-                least_before,
-                sends: [0.0; 2],
-                receives: [0.0; 2],
-            };
+            let between = Cut::between(at, before_us, summed[at], way, element.message, least_before);
             cuts.push(between);
             if at > 0 {
                 least_before = least_before.min(between.message);
@@ -252,22 +258,8 @@ impl Chain {
             work.push(work[at].plus(element.work));
             summed.push(summed[at] + element.summed);
         }
-        let (whole, touched) = (elements.len(), elements.len());
-        let none = Work::default();
-        cuts.push(Cut {
-            ends_us: before_us,
-            starts_us: before_us,
-            ends_summed: summed[whole],
-            starts_summed: summed[whole],
-            whole,
-            touched,
-            way,
-            way_inside: none,
-            message: 0.0,
-            least_before,
-            sends: [0.0; 2],
-            receives: [0.0; 2],
-        });
+        let end = elements.len();
+        cuts.push(Cut::between(end, before_us, summed[end], way, 0.0, least_before));
         Chain { cuts, work, ways, summed, crossing, tied, light }
     }
 
@@ -390,11 +382,7 @@ fn kept(graph: &CostGraph) -> Vec<bool> {
     let small = SMALL * graph.ops.iter().map(|op| op.param_bytes as f64).sum::<f64>();
     let is_light = |op: usize| graph.ops[op].fwd_us + graph.ops[op].bwd_us < light_us;
     let is_small = |op: usize| graph.ops[op].param_bytes as f64 <= small;
-    let (mut before, mut after) = (vec![Vec::new(); ops], vec![Vec::new(); ops]);
-    for (from, to) in graph.edges() {
-        before[to.index()].push(from.index());
-        after[from.index()].push(to.index());
-    }
+    let [before, after] = neighbours(graph);
     let mut kept = vec![true; ops];
     let mut has_source = false;
     for op in 0..ops {
@@ -448,10 +436,7 @@ fn elements(
 ) -> (Vec<Element>, Vec<Tied>, Vec<f64>) {
     let ops = graph.ops.len();
     let mut elements = vec![Element::default(); count];
-    let mut before = vec![Vec::new(); ops];
-    for (from, to) in graph.edges() {
-        before[to.index()].push(from.index());
-    }
+    let [before, _] = neighbours(graph);
     let mut ways = vec![Work::default(); ops];
     for op in (0..ops).filter(|&op| element_of[op] != usize::MAX) {
         let element = &mut elements[element_of[op]];

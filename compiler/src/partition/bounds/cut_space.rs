@@ -14,6 +14,7 @@
 
 use crate::partition::bounds::min_cut_bytes::MinCutBytes;
 use crate::partition::search::downsets::DownSets;
+use crate::partition::search::numbers::running_sums;
 use crate::plan::problem::CostModel;
 use crate::profile::cost_graph::CostGraph;
 
@@ -70,10 +71,14 @@ impl CutPosition {
 }
 
 impl CutSpace {
+    fn new(from: Vec<f64>, to: Vec<f64>, weights: Vec<Weights>, cut: Vec<f64>) -> CutSpace {
+        let lower = lower(&cut);
+        CutSpace { from, to, weights, cut, lower }
+    }
+
     /// The cuts of a linear order, with the exact compute, parameter bytes and cut bytes of each.
     pub fn line(compute: Vec<f64>, weights: Vec<f64>, cut: Vec<f64>) -> CutSpace {
-        let lower = lower(&cut);
-        CutSpace { from: compute.clone(), to: compute, weights: Weights::of_all(weights.clone(), weights), cut, lower }
+        CutSpace::new(compute.clone(), compute, Weights::of_all(weights.clone(), weights), cut)
     }
 
     /// The space of all down-sets of a graph. It is a relaxation too, because neighbouring sets need not be nested.
@@ -88,8 +93,7 @@ impl CutSpace {
         }
         let compute = space.compute.clone();
         let cut = if charges_cuts(model) { space.cut.clone() } else { vec![0.0; compute.len()] };
-        let lower = lower(&cut);
-        CutSpace { from: compute.clone(), to: compute, weights: Weights::of_all(least, most), cut, lower }
+        CutSpace::new(compute.clone(), compute, Weights::of_all(least, most), cut)
     }
 
     pub fn relaxed(graph: &CostGraph, model: CostModel) -> CutSpace {
@@ -171,8 +175,7 @@ impl CutSpace {
         least.push(whole);
         most.push(whole);
         crossed.push(0.0);
-        let lower = lower(&crossed);
-        CutSpace { from, to, weights: Weights::of_all(least, most), cut: crossed, lower }
+        CutSpace::new(from, to, Weights::of_all(least, most), crossed)
     }
 
     pub fn places(&self) -> impl Iterator<Item = (f64, f64)> + '_ {
@@ -207,8 +210,7 @@ impl CutSpace {
             });
         }
         weights.extend(Weights::of_all(least, most));
-        let lower = lower(&cut);
-        CutSpace { from, to, weights, cut, lower }
+        CutSpace::new(from, to, weights, cut)
     }
 
     /// The tightest class of weight bounds for cuts whose bytes are `fine`; the predicate must be monotonic.
@@ -293,8 +295,7 @@ struct Rising {
 impl Rising {
     fn of(mut entries: Vec<(f64, f64)>) -> Rising {
         entries.sort_by(|left, right| left.0.total_cmp(&right.0).then(left.1.total_cmp(&right.1)));
-        let mut sums = vec![0.0];
-        entries.iter().for_each(|(_, bytes)| sums.push(sums[sums.len() - 1] + bytes));
+        let sums = running_sums(&entries, |sum, (_, bytes)| sum + bytes);
         Rising { at: entries.into_iter().map(|(at, _)| at).collect(), sums }
     }
 

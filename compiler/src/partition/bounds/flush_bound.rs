@@ -260,7 +260,7 @@ impl FlushBound {
         let us = us * (1.0 + 1e-9);
         let cuts = &self.chain.cuts;
         let end = cuts.len() - 1;
-        let most = self.most_messages();
+        let most = MOST_MESSAGES.min(self.devices as usize - 1);
         // The fewest devices for the stages up to a cut, by the number of cuts between elements up to there.
         let mut fewest = vec![u32::MAX; cuts.len() * (most + 1)];
         fewest[0] = 0;
@@ -294,10 +294,6 @@ impl FlushBound {
             }
         }
         false
-    }
-
-    fn most_messages(&self) -> usize {
-        MOST_MESSAGES.min(self.devices as usize - 1)
     }
 
     /// A stage between two cuts, apart from messages before the last.
@@ -385,6 +381,7 @@ mod tests {
     use super::*;
     use crate::cluster::read::levels;
     use crate::partition::bounds::random::Random;
+    use crate::partition::bounds::test_graphs::graph;
     use crate::partition::dp::nested_partition::Shape;
     use crate::partition::options::PlannerOptions;
     use crate::partition::planner::plan;
@@ -392,37 +389,7 @@ mod tests {
     use crate::partition::search::simulate_candidate::played;
     use crate::plan::problem::InFlight;
     use crate::plan::{Edge, Stage as PlannedStage};
-    use crate::profile::cost_graph::{OpCost, OpId, ParamCost, TensorCost};
     use crate::simulate::one_f_one_b_rr::Steady;
-
-    /// Branches, skip connections, several inputs and outputs, light ops, tied parameters, and messages of all sizes.
-    fn graph(random: &mut Random) -> CostGraph {
-        let ops = 2 + random.below(7) as u32;
-        let branches = 1 + random.below(4);
-        let mut graph = CostGraph::default();
-        for id in 0..ops {
-            let fwd_us = [0.01, 10.0, 100.0, 500.0, 1000.0][random.below(5) as usize] + random.below(10) as f64;
-            let param_bytes = [0, 10_000, 400_000, 3_000_000][random.below(4) as usize];
-            let out_bytes = [0, 1_000, 100_000, 1_000_000][random.below(4) as usize];
-            let name = format!("op{id}");
-            let bwd_us = 2.0 * fwd_us;
-            graph.ops.push(OpCost { id, name, fwd_us, bwd_us, param_bytes, out_bytes, ..OpCost::default() });
-            let (producer, consumers) = (OpId(id), Vec::new());
-            graph.tensors.push(TensorCost { name: format!("t{id}"), producer, bytes: out_bytes, consumers });
-            let is_tied = random.below(5) == 0 && id + 1 < ops;
-            let users = if is_tied { vec![OpId(id), OpId(ops - 1)] } else { vec![OpId(id)] };
-            graph.params.push(ParamCost::new(format!("p{id}"), param_bytes, users));
-            if id == 0 || random.below(12) == 0 {
-                continue;
-            }
-            let mut reads = vec![id - 1 - random.below(branches.min(u64::from(id))) as u32];
-            reads.extend((random.below(3) == 0).then(|| random.below(u64::from(id)) as u32));
-            reads.sort_unstable();
-            reads.dedup();
-            reads.iter().for_each(|&from| graph.tensors[from as usize].consumers.push(OpId(id)));
-        }
-        graph
-    }
 
     fn problem(random: &mut Random) -> Problem {
         let graph = graph(random);

@@ -8,6 +8,7 @@ use crate::partition::dp::nested_partition::Shape;
 use crate::partition::dp::pipedream;
 use crate::partition::search::downsets::DownSets;
 use crate::partition::search::numbers::same;
+use crate::partition::search::op_sets::{closures, has, insert, neighbours};
 use crate::plan::problem::Problem;
 use crate::plan::stage_cost::{LevelCost, StageCost};
 use std::collections::{BTreeSet, VecDeque};
@@ -28,8 +29,8 @@ pub struct Moved {
 /// Readers, predecessors and successors of each op.
 pub struct LocalSearch<'a> {
     problem: &'a Problem,
-    reads: Vec<Vec<u32>>,
-    readers: Vec<Vec<u32>>,
+    reads: Vec<Vec<usize>>,
+    readers: Vec<Vec<usize>>,
     /// Each op with all its predecessors, and with all its successors, as bit sets.
     before: Vec<Vec<u64>>,
     after: Vec<Vec<u64>>,
@@ -41,15 +42,8 @@ impl LocalSearch<'_> {
         if ops > MOST_OPS {
             return None;
         }
-        let (mut reads, mut readers) = (vec![Vec::new(); ops], vec![Vec::new(); ops]);
-        for (from, to) in problem.graph.edges() {
-            reads[to.index()].push(from.0);
-            readers[from.index()].push(to.0);
-        }
-        let mut before = vec![vec![0u64; ops.div_ceil(64)]; ops];
-        let mut after = before.clone();
-        (0..ops).for_each(|op| close(&mut before, op, &reads[op]));
-        (0..ops).rev().for_each(|op| close(&mut after, op, &readers[op]));
+        let [reads, readers] = neighbours(&problem.graph);
+        let (before, after) = (closures(&reads, 0..ops), closures(&readers, (0..ops).rev()));
         Some(LocalSearch { problem, reads, readers, before, after })
     }
 
@@ -82,7 +76,7 @@ impl LocalSearch<'_> {
         let leaves = shape.leaves();
         let mut cuts = Vec::with_capacity(leaves.len());
         for leaf in &leaves[..leaves.len().saturating_sub(1)] {
-            leaf.ops.iter().for_each(|&op| set[op as usize / 64] |= 1 << (op % 64));
+            leaf.ops.iter().for_each(|&op| insert(&mut set, op as usize));
             cuts.push(set.clone());
         }
         cuts
@@ -112,8 +106,8 @@ impl LocalSearch<'_> {
         while let Some(set) = queue.pop_front() {
             for op in 0..ops {
                 let free = match has(&set, op) {
-                    true => !self.readers[op].iter().any(|&to| has(&set, to as usize)),
-                    false => self.reads[op].iter().all(|&from| has(&set, from as usize)),
+                    true => !self.readers[op].iter().any(|&to| has(&set, to)),
+                    false => self.reads[op].iter().all(|&from| has(&set, from)),
                 };
                 if !free {
                     continue;
@@ -131,18 +125,4 @@ impl LocalSearch<'_> {
         }
         found.into_iter().collect()
     }
-}
-
-/// Adds an op and the closures of its neighbours to its own closure.
-fn close(sets: &mut [Vec<u64>], op: usize, neighbours: &[u32]) {
-    let mut set = std::mem::take(&mut sets[op]);
-    set[op / 64] |= 1 << (op % 64);
-    for &other in neighbours {
-        set.iter_mut().zip(&sets[other as usize]).for_each(|(set, other)| *set |= other);
-    }
-    sets[op] = set;
-}
-
-fn has(set: &[u64], op: usize) -> bool {
-    set[op / 64] >> (op % 64) & 1 == 1
 }

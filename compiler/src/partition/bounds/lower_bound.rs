@@ -80,7 +80,7 @@ impl Bounds<'_> {
         }
         let bottleneck = BottleneckSearch::new(&self.cut_space, &self.cost, levels, STEPS);
         // Feasibility is only exact up to rounding.
-        low.max(bottleneck.narrow(low, known_us, |us| us).low_us * (1.0 - 1e-8))
+        low.max(bottleneck.narrow(low, known_us).low_us * (1.0 - 1e-8))
     }
 
     /// Lower bound on every plan for the problem's cluster.
@@ -111,11 +111,12 @@ impl Bounds<'_> {
     pub fn sets_within(&self, levels: &[LevelCost], us: f64) -> Option<DownSets> {
         // The part after a cut has at most the units that the ops before it leave over. A part inside a replicated
         // group may take proportionally longer.
+        let inner: f64 = levels[..levels.len() - 1].iter().map(|level| f64::from(level.count)).product();
+        let capacity_us = us * inner;
         let crosses = |space: &DownSets, at: usize| {
             let mut above = 1.0;
             levels.iter().enumerate().rev().any(|(index, level)| {
-                let before =
-                    if index + 1 == levels.len() { space.compute[at] / self.unit_capacity_us(levels, us) } else { 0.0 };
+                let before = if index + 1 == levels.len() { space.compute[at] / capacity_us } else { 0.0 };
                 let left = f64::from(level.count) - (before * (1.0 - 1e-9)).ceil();
                 let within = left >= 1.0 && self.cost.entry_us(level, space.cut[at], left as u32) <= us * above;
                 above *= f64::from(level.count);
@@ -123,12 +124,6 @@ impl Bounds<'_> {
             })
         };
         self.space.as_ref().map(|space| space.only(|at| crosses(space, at)))
-    }
-
-    /// Microseconds of compute that one outermost unit can do within `us`.
-    fn unit_capacity_us(&self, levels: &[LevelCost], us: f64) -> f64 {
-        let inner: f64 = levels[..levels.len() - 1].iter().map(|level| f64::from(level.count)).product();
-        us * inner
     }
 }
 
@@ -163,40 +158,10 @@ mod tests {
     use super::*;
     use crate::cluster::read::levels;
     use crate::partition::bounds::random::Random;
+    use crate::partition::bounds::test_graphs::graph;
     use crate::partition::options::PlannerOptions;
     use crate::partition::partitioners::Partitioner;
     use crate::partition::planner::plan;
-    use crate::profile::cost_graph::{CostGraph, OpId, TensorCost};
-
-    /// Random branches with skip connections; some outputs are unread.
-    fn graph(random: &mut Random) -> CostGraph {
-        let ops = 3 + random.below(8) as u32;
-        let mut readers: Vec<Vec<OpId>> = vec![Vec::new(); ops as usize];
-        for to in 1..ops {
-            for _ in 0..1 + random.below(5) / 3 {
-                let back = if random.below(2) == 0 { 1 } else { 1 + random.below(u64::from(to)) as u32 };
-                let from = (to - back) as usize;
-                if random.below(9) > 0 && readers[from].last() != Some(&OpId(to)) {
-                    readers[from].push(OpId(to));
-                }
-            }
-        }
-        let mut graph = CostGraph::default();
-        for (id, consumers) in readers.into_iter().enumerate() {
-            let heavy = random.below(4) == 0;
-            graph.ops.push(OpCost {
-                id: id as u32,
-                name: format!("op{id}"),
-                fwd_us: random.below(1000) as f64,
-                param_bytes: random.below(if heavy { 3_000_000 } else { 10_000 }),
-                out_bytes: 100_000 * random.below(4),
-                ..OpCost::default()
-            });
-            let (name, bytes) = (format!("t{id}"), graph.ops[id].out_bytes);
-            graph.tensors.push(TensorCost { name, producer: OpId(id as u32), bytes, consumers });
-        }
-        graph
-    }
 
     fn problem(seed: u64) -> Problem {
         let mut random = Random(seed);

@@ -16,6 +16,7 @@
 //! Consecutive ops with a single reader each and equal outputs differ, as frontiers, only in the compute before them.
 //! They form one `Row`, and a frontier of rows covers a range of compute.
 
+use crate::partition::search::op_sets::{has, insert, neighbours, unite};
 use crate::profile::cost_graph::CostGraph;
 use std::ops::RangeInclusive;
 
@@ -114,12 +115,12 @@ impl MinCutBytes {
             let none = vec![0u64; self.rows.len().div_ceil(64)];
             let mut full = none.clone();
             for &row in frontier {
-                full.iter_mut().zip(&self.rows[row as usize].before).for_each(|(full, before)| *full |= before);
+                unite(&mut full, &self.rows[row as usize].before);
             }
             let mut set = vec![0u64; graph.ops.len().div_ceil(64)];
             let mut sum = 0.0;
             let mut take = |op: u32| {
-                set[op as usize / 64] |= 1 << (op % 64);
+                insert(&mut set, op as usize);
                 sum += us(op);
                 sum
             };
@@ -181,8 +182,8 @@ impl MinCutBytes {
                     }
                     // The last op of a row that ends the set may be missing.
                     if end == row || !leads(end) {
-                        without.iter_mut().zip(&self.rows[end].before).for_each(|(set, before)| *set |= before);
-                        without[end / 64] |= 1 << (end % 64);
+                        unite(&mut without, &self.rows[end].before);
+                        insert(&mut without, end);
                     }
                 }
                 window.earliest.push((earliest, weights[row]));
@@ -333,8 +334,8 @@ impl Search<'_> {
                 continue;
             }
             more.push(other);
-            extension.iter_mut().zip(&added.before).for_each(|(extension, before)| *extension |= before);
-            extension[place / 64] |= 1 << (place % 64);
+            unite(&mut extension, &added.before);
+            insert(&mut extension, place);
         }
         let furthest_us = full_us + own_us.1 + self.compute_us(&extension, &full);
         let mut filled_us = slices(self.total_us, from_us, furthest_us);
@@ -359,11 +360,7 @@ fn rows(graph: &CostGraph, order: &[u32]) -> Option<Vec<Row>> {
     if count > MOST_OPS {
         return None;
     }
-    let (mut reads, mut readers) = (vec![Vec::new(); count], vec![Vec::new(); count]);
-    for (from, to) in graph.edges() {
-        reads[to.index()].push(from.index());
-        readers[from.index()].push(to.index());
-    }
+    let [reads, readers] = neighbours(graph);
     let mut row_of = vec![0usize; count];
     let mut members: Vec<Vec<usize>> = Vec::new();
     for &op in order {
@@ -387,14 +384,14 @@ fn rows(graph: &CostGraph, order: &[u32]) -> Option<Vec<Row>> {
         let mut before = vec![0u64; words];
         for &from in &reads[first] {
             let from = row_of[from];
-            before[from / 64] |= 1 << (from % 64);
-            before.iter_mut().zip(&rows[from].before).for_each(|(all, more)| *all |= more);
+            insert(&mut before, from);
+            unite(&mut before, &rows[from].before);
         }
         let mut open = vec![0u64; words];
         for row in bits(&before, &vec![0; words]) {
             let last = members[row][members[row].len() - 1];
             if readers[last].iter().any(|&to| row_of[to] != at && !has(&before, row_of[to])) {
-                open[row / 64] |= 1 << (row % 64);
+                insert(&mut open, row);
             }
         }
         rows.push(Row {
@@ -423,35 +420,14 @@ fn bits<'a>(set: &'a [u64], without: &'a [u64]) -> impl Iterator<Item = usize> +
     })
 }
 
-fn has(set: &[u64], at: usize) -> bool {
-    set[at / 64] >> (at % 64) & 1 == 1
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::partition::bounds::test_graphs::of_edges;
     use crate::partition::search::downsets::{DownSets, Growth};
     use crate::partition::search::linear_search;
     use crate::plan::problem::CostModel;
-    use crate::profile::cost_graph::{OpCost, OpId, TensorCost};
-
-    fn graph(edges: &[(u32, u32)], bytes: &[u64]) -> CostGraph {
-        let mut graph = CostGraph::default();
-        for (id, &bytes) in bytes.iter().enumerate() {
-            let name = format!("op{id}");
-            let readers = edges.iter().filter(|(from, _)| *from == id as u32).map(|(_, to)| OpId(*to));
-            let (producer, consumers) = (OpId(id as u32), readers.collect());
-            graph.ops.push(OpCost {
-                id: id as u32,
-                name: name.clone(),
-                fwd_us: 100.0,
-                out_bytes: bytes,
-                ..OpCost::default()
-            });
-            graph.tensors.push(TensorCost { name, producer, bytes, consumers });
-        }
-        graph
-    }
+    use crate::profile::cost_graph::OpCost;
 
     fn crossing(graph: &CostGraph, most_steps: u64) -> Option<MinCutBytes> {
         let everywhere = std::iter::once((0.0, graph.total_us()));
@@ -462,7 +438,7 @@ mod tests {
     fn the_least_charge_of_every_place_is_found() {
         // Two branches of two ops leave op 0 and join in op 5; op 6 follows.
         let edges = [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5), (5, 6)];
-        let graph = graph(&edges, &[7, 20, 3, 30, 5, 40, 1]);
+        let graph = of_edges(&edges, &[7, 20, 3, 30, 5, 40, 1]);
         let crossing = crossing(&graph, 1_000_000).unwrap();
         let space = DownSets::grow(&graph, CostModel::Pipedream, Growth::All, 1000).unwrap();
         for ops in 1..7 {
@@ -482,7 +458,7 @@ mod tests {
     #[test]
     fn what_leads_to_an_open_branch_is_charged_though_it_is_read_inside() {
         // Op 4 is unread: with it on the frontier, op 0 is charged while any other branch continues.
-        let graph = graph(&[(0, 1), (1, 2), (2, 3), (0, 4)], &[100, 1, 1, 1, 1]);
+        let graph = of_edges(&[(0, 1), (1, 2), (2, 3), (0, 4)], &[100, 1, 1, 1, 1]);
         let crossing = crossing(&graph, 1_000_000).unwrap();
         // Ops 0 to 3 without op 4, or all ops without op 3.
         assert_eq!(crossing.pieces(400.0, 400.0)[0].bytes, 101.0);
@@ -493,7 +469,7 @@ mod tests {
     #[test]
     fn few_steps_show_less_and_nothing_wrong() {
         let edges: Vec<(u32, u32)> = (1..20).map(|to| (0, to)).collect();
-        let graph = graph(&edges, &[10; 20]);
+        let graph = of_edges(&edges, &[10; 20]);
         let (few, many) = (crossing(&graph, 2000).unwrap(), crossing(&graph, 2_000_000).unwrap());
         let all = |crossing: &MinCutBytes| -> Vec<f64> {
             crossing.pieces(100.0, 1900.0).into_iter().map(|piece| piece.bytes).collect()

@@ -16,7 +16,7 @@ use crate::partition::search::stage_loads::StageLoads;
 use crate::partition::search::suffix_dp::{Measure, Table};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight::{First, StageInFlight};
-use crate::plan::problem::{CostModel, InFlight, Problem};
+use crate::plan::problem::{CostModel, Problem};
 use crate::plan::schedule::PendingWeightGrads;
 use std::cell::Cell;
 
@@ -34,7 +34,7 @@ pub fn proves_none(problem: &Problem) -> bool {
 
 /// Lower bound on the peak memory in bytes; `None` if there are too many down-sets.
 fn least_bytes(problem: &Problem) -> Option<u64> {
-    if problem.chunks > 1 || matches!(problem.in_flight, InFlight::Given(_)) {
+    if problem.chunks > 1 || problem.in_flight.given().is_some() {
         return None;
     }
     let devices = problem.cluster.devices();
@@ -60,6 +60,7 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
     };
     let table = |devices: u32, first: First| {
         let placing = PlacementQuery {
+            problem,
             places: &places,
             // Memory does not depend on the position in the levels.
             levels: &problem.cluster.levels[..1],
@@ -69,9 +70,6 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
             asked: build_plan::asked(problem),
             flow: build_plan::flow(problem, devices),
             first,
-            optimizer_state: problem.optimizer_state,
-            zero: problem.zero,
-            in_place: problem.reduces_in_place(),
             memory_limit: None,
             rules: &rules,
             steps: 0,

@@ -4,6 +4,7 @@
 //! group runs the same pipeline of inner groups.
 
 use crate::cluster::Cluster;
+use crate::partition::search::build_plan;
 use crate::plan::LevelPlacement;
 use crate::plan::cut_bytes::CutBytes;
 use crate::plan::problem::Problem;
@@ -72,19 +73,16 @@ impl Shape {
 
     pub fn on_levels_us(&self, problem: &Problem, levels: &[LevelCost]) -> f64 {
         let leaves = self.leaves();
-        let mut stage_of = vec![0usize; problem.graph.ops.len()];
-        for (stage, leaf) in leaves.iter().enumerate() {
-            leaf.ops.iter().for_each(|&op| stage_of[op as usize] = stage);
-        }
+        let stage_of = build_plan::stage_of(problem, self);
         let cost = StageCost::of(problem);
         let charged = CutBytes::new(problem.cost, &problem.graph);
-        let cut = |stage: usize| charged.at(|op| stage_of[op] < stage);
+        let cut = |stage: usize| charged.at(|op| (stage_of[op] as usize) < stage);
         let cuts: Vec<f64> = (0..=leaves.len()).map(cut).collect();
         let mut compute = vec![0.0; leaves.len()];
         let mut weights = vec![0.0; leaves.len()];
         for (op, &stage) in problem.graph.ops.iter().zip(&stage_of) {
-            compute[stage] += op.fwd_us + op.bwd_us;
-            weights[stage] += op.param_bytes as f64;
+            compute[stage as usize] += op.fwd_us + op.bwd_us;
+            weights[stage as usize] += op.param_bytes as f64;
         }
         let timed = Timed { cost, levels, cuts: &cuts, compute: &compute, weights: &weights };
         let mut next = 0;

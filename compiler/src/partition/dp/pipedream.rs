@@ -20,7 +20,7 @@
 
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
 use crate::partition::search::downsets::DownSets;
-use crate::plan::stage_cost::{LevelCost, StageCost, StageRange};
+use crate::plan::stage_cost::{LevelCost, StageCost};
 
 /// Relative tolerance for equal values; far below the 1e-6 to which objectives are compared.
 const SAME: f64 = 1e-12;
@@ -32,7 +32,6 @@ pub struct Solution {
     pub least_us: f64,
     /// The optimal shape with the fewest parts.
     pub shape: Shape,
-    pub states: u64,
 }
 
 /// Finds the best partition of `space` on `levels`. All units of every level are used, unless `may_leave_units` is set.
@@ -65,7 +64,7 @@ pub fn solve(
     let used = (1..=units).find(|&used| (may_leave_units || used == units) && objective_of(used) <= limit)?;
     let groups = solver.fewest_parts(outermost, 0, whole, used, limit)?;
     let shape = Shape { groups, is_flat: false };
-    Some(Solution { minibatch_us: optimum, least_us, shape, states: space.len() as u64 })
+    Some(Solution { minibatch_us: optimum, least_us, shape })
 }
 
 /// Cost of [`solve`] for this many sets: steps of about a nanosecond, and bytes of its tables.
@@ -98,15 +97,7 @@ impl Solver<'_> {
             None => space.compute[to] - space.compute[from],
             Some(below) => self.inner[below][from * space.len() + to],
         };
-        let part = StageRange {
-            is_first,
-            is_last: to + 1 == space.len(),
-            replicas: replicas as u32,
-            inner_us,
-            weight_bytes: space.weights[to] - space.weights[from],
-            in_bytes: space.cut[from],
-            out_bytes: space.cut[to],
-        };
+        let part = space.range(from, to, replicas as u32, is_first, inner_us);
         self.cost.part_us(&self.levels[level], &part)
     }
 
@@ -322,50 +313,4 @@ fn least_of_greater(left: &[f64], right: &[f64], start: f64) -> f64 {
         least[0] = if greater < least[0] { greater } else { least[0] };
     }
     least.into_iter().fold(f64::INFINITY, f64::min)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::import;
-    use crate::plan::problem::CostModel;
-
-    fn shared(path: &str) -> Option<String> {
-        let root = std::env::var("PIPEC_DATA")
-            .unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared/data").into());
-        std::fs::read_to_string(format!("{root}/{path}")).ok()
-    }
-
-    #[test]
-    fn golden_rows() {
-        let Some(rows) = shared("../check/golden.tsv") else { return println!("skipped: no shared data") };
-        for row in rows.lines().skip(1) {
-            let cells: Vec<&str> = row.split('\t').collect();
-            let Some(text) = shared(&format!("partition/pipedream/profiles/{}.graph.txt", cells[0])) else { continue };
-            let graph = import::pipedream::read(&text).unwrap();
-            let cost = StageCost { model: CostModel::Pipedream, activation_compression: cells[3].parse().ok() };
-            let mut previous_count = 1;
-            let mut levels = Vec::new();
-            for (count, bandwidth) in cells[1].split('x').zip(cells[2].split(',')) {
-                let (count, bandwidth): (u32, f64) = (count.parse().unwrap(), bandwidth.parse().unwrap());
-                levels.push(LevelCost { count, bytes_per_us: bandwidth / 1e6, previous_count });
-                previous_count = count;
-            }
-            let clock = std::time::Instant::now();
-            let space =
-                DownSets::grow(&graph, cost.model, crate::partition::search::downsets::Growth::FirstSource, 100_000)
-                    .unwrap();
-            let grown = clock.elapsed();
-            let found = solve(&space, &cost, &levels, false, f64::INFINITY).unwrap();
-            let want: f64 = cells[4].parse::<f64>().unwrap() * 1e3;
-            let error = (found.minibatch_us - want).abs() / want;
-            println!(
-                "{row:.60} states {} {error:.1e} grow {grown:?} all {:?} {:?}",
-                space.len(),
-                clock.elapsed(),
-                found.shape.replicas()
-            );
-            assert!(error < 1e-6, "{row}: found {}", found.minibatch_us);
-        }
-    }
 }

@@ -6,8 +6,7 @@
 
 use crate::cluster::Level;
 use crate::partition::dp::nested_partition::Shape;
-use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::StagePosition;
+use crate::partition::search::build_plan::{self, StagePosition};
 use crate::plan::problem::{CostModel, Problem};
 use std::collections::BTreeMap;
 

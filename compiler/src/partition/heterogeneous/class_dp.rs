@@ -168,7 +168,7 @@ impl ClassDp {
     }
 
     fn table(&self, placing: &PlacementQuery<'_>, measure: Measure, limit: f64, counted: MemoryScope) -> Table {
-        let sets = placing.places.len();
+        let sets = placing.places.space.len();
         let (whole, layers) = (sets - 1, placing.layers());
         let is_layered = usize::from(layers.is_some());
         let none = Entry { value: f64::INFINITY, to: 0, take: 0 };
@@ -235,9 +235,8 @@ impl ClassDp {
     fn least(&self, placing: &PlacementQuery<'_>, table: &Table) -> (f64, (usize, usize)) {
         let mut best = (f64::INFINITY, (0, 0));
         let widths = placing.widths();
-        for layer in placing.finals().filter(|layer| placing.layers().is_none_or(|most| *layer <= most)) {
-            let wanted = self.takes.iter().filter(|take| widths.contains(&take.devices));
-            for take in wanted {
+        for layer in placing.finals() {
+            for take in self.takes.iter().filter(|take| widths.contains(&take.devices)) {
                 let value = table.entries[layer * table.sets * self.states + take.index].value;
                 if value < best.0 * (1.0 - 1e-12) || (best.0.is_infinite() && value.is_finite()) {
                     best = (value, (layer, take.index));
@@ -346,7 +345,7 @@ impl<'a> Costs<'a> {
         }
         let key = take.devices as usize * self.counts.paces + take.which;
         if self.shares[key].0 != self.begun {
-            let rest = u32::from(self.to + 1 < self.placing.places.len());
+            let rest = u32::from(self.to + 1 < self.placing.places.space.len());
             let share = |recompute| {
                 let range = (self.from, self.to);
                 let share =

@@ -6,7 +6,7 @@
 //! stages. Otherwise a local search starts from orders that keep classes together and uses [`Units::moves`].
 
 use crate::cluster::{Cluster, DeviceClass, class};
-use crate::partition::heterogeneous::device_ranges::first_alike;
+use crate::partition::heterogeneous::device_ranges::{first_alike, is_same};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Largest number of classes for which every class permutation is a start; with more, only the orders by speed.
@@ -107,17 +107,12 @@ impl Units<'_> {
     /// Start orders: the original one, and those that keep classes together at every level, for every class permutation
     /// if there are few classes, otherwise by speed.
     pub fn starts(&self) -> Vec<Sequence> {
-        let mut classes: Vec<u32> = self.own.clone();
-        classes.sort_unstable();
-        classes.dedup();
+        let mut classes = Vec::from_iter(self.own.iter().copied().collect::<BTreeSet<u32>>());
         let mut ranks: Vec<Vec<u32>> = Vec::new();
         if classes.len() <= MOST_RANKED {
-            let mut next = classes;
-            loop {
-                ranks.push(next.clone());
-                if !advance(&mut next) {
-                    break;
-                }
+            ranks.push(classes.clone());
+            while advance(&mut classes) {
+                ranks.push(classes.clone());
             }
         } else {
             let speed = |class: u32| self.cluster.classes[class as usize].speed.unwrap_or(1.0);
@@ -183,7 +178,7 @@ impl Units<'_> {
         for &class in sequence {
             let class = &self.cluster.classes[class as usize];
             match order.classes.last_mut() {
-                Some(last) if same(last, class) => last.count += 1,
+                Some(last) if is_same(last, class) => last.count += 1,
                 _ => order.classes.push(DeviceClass { count: 1, ..class.clone() }),
             }
         }
@@ -211,19 +206,14 @@ impl Units<'_> {
 }
 
 fn runs(units: &[&[u32]]) -> Vec<(usize, usize)> {
-    let mut runs = Vec::new();
-    let mut from = 0;
-    for to in 1..=units.len() {
-        if to == units.len() || units[to] != units[from] {
-            runs.push((from, to));
-            from = to;
-        }
-    }
-    runs
-}
-
-fn same(left: &DeviceClass, right: &DeviceClass) -> bool {
-    left.device == right.device && left.speed == right.speed
+    let mut end = 0;
+    let same = units.chunk_by(|left, right| left == right);
+    same.map(|run| {
+        let from = end;
+        end += run.len();
+        (from, end)
+    })
+    .collect()
 }
 
 /// Advances to the next permutation in lexicographic order, if there is one.

@@ -12,9 +12,9 @@ use crate::cluster::Cluster;
 use crate::partition::answer::{Answer, answer, conclude};
 use crate::partition::bounds::min_memory;
 use crate::partition::error::{PlanError, Refused};
-use crate::partition::explain::infeasible;
 use crate::partition::heterogeneous::class_dp::ClassDp;
 use crate::partition::heterogeneous::device_orders::{DeviceOrder, Sequence, Units, is_alike};
+use crate::partition::infeasible;
 use crate::partition::options::PlannerOptions;
 use crate::partition::partitioners::{OrderSearch, Partitioner};
 use crate::partition::planned::Planned;
@@ -22,8 +22,7 @@ use crate::partition::search::context::{Depth, SearchContext, SearchLimits};
 use crate::partition::search::finish_plan;
 use crate::partition::search::in_flight::ENOUGH;
 use crate::partition::search::numbers::same;
-use crate::partition::search::pipec_rules;
-use crate::partition::search::pipec_rules::AllOrdersResult;
+use crate::partition::search::pipec_rules::{self, AllOrdersResult};
 use crate::partition::search::result::PlanCandidate;
 use crate::partition::search::simulate_candidate;
 use crate::plan::Plan;
@@ -45,22 +44,19 @@ const GLANCES: f64 = 3e7;
 const MOST_CLOSELY: usize = 3;
 const NEAR: f64 = 1.02;
 
-/// Plans for a cluster of several classes; `question` holds `problem` over fused ops.
-pub fn plan(
-    problem: &Problem,
-    question: &SearchContext<'_>,
-    options: &PlannerOptions<'_>,
-) -> Result<Planned, PlanError> {
+/// Plans for a cluster of several classes.
+pub fn plan(question: &SearchContext<'_>) -> Result<Planned, PlanError> {
+    let problem = question.full;
     let units = Units::of(&problem.cluster);
-    let known = PlannerOptions { partitioner: Partitioner::Pipec, ..*options };
-    let options = match options.partitioner {
+    let known = PlannerOptions { partitioner: Partitioner::Pipec, ..*question.options };
+    let options = match question.options.partitioner {
         // Skips the search if memory alone proves that nothing fits in any order.
         Partitioner::Milp | Partitioner::Exhaustive if min_memory::proves_none(question.problem) => &known,
-        _ => options,
+        _ => question.options,
     };
+    let question = &SearchContext { options, ..*question };
     let mut search = Search {
-        question,
-        options,
+        question: *question,
         units: &units,
         asked: Vec::new(),
         least_us: finish_plan::spread(question.problem),
@@ -68,13 +64,13 @@ pub fn plan(
         refused: None,
         states: 0,
     };
-    let blended = blended(question, options)?;
+    let blended = blended(question)?;
     let mut is_shown = false;
     if let Some(AllOrdersResult { orders, bound_us, .. }) = &blended {
         // A table over all orders proves that nothing fits, or bounds all orders.
         is_shown = bound_us.is_infinite() && !orders.is_empty();
         if is_shown {
-            search.options = &known;
+            search.question.options = &known;
         }
         if bound_us.is_finite() {
             search.least_us = search.least_us.max(*bound_us);
@@ -86,7 +82,7 @@ pub fn plan(
     let first = search.asked.len();
     let Chosen { orders, looked, is_all } = match blended {
         _ if is_shown || search.is_met() => Chosen { orders: Vec::new(), looked: first, is_all: true },
-        blended => chosen(question, options, &units, blended),
+        blended => chosen(question, &units, blended),
     };
     search.add(&orders);
     let count = search.asked.len();
@@ -115,15 +111,15 @@ pub fn plan(
         // At least one order was tried, so there is an error.
         return Err(search.refused.unwrap_or(PlanError::Unsound(vec![PlanFault::NoStages])));
     };
-    let mut planned = search.planned(problem, answer, at)?;
+    let mut planned = search.planned(answer, at)?;
     for other in search.promising(&planned.plan, at) {
         let known_us = planned.plan.predicted.minibatch_us;
         let among = match problem.schedule.flushes() {
             true => SearchLimits::ALONE,
             false => SearchLimits { known_us, orders: MOST_CLOSELY as u32, ..SearchLimits::ALONE },
         };
-        let Ok(answer) = run_along_order(question, options, &search.asked[other].order, among) else { continue };
-        let mut next = search.planned(problem, answer, other)?;
+        let Ok(answer) = run_along_order(question, &search.asked[other].order, among) else { continue };
+        let mut next = search.planned(answer, other)?;
         if next.plan.predicted.minibatch_us < known_us {
             // These baselines are the best over all orders.
             next.plan.baselines = planned.plan.baselines;
@@ -174,8 +170,7 @@ struct SearchedOrder {
 }
 
 struct Search<'a> {
-    question: &'a SearchContext<'a>,
-    options: &'a PlannerOptions<'a>,
+    question: SearchContext<'a>,
     units: &'a Units<'a>,
     asked: Vec<SearchedOrder>,
     least_us: f64,
@@ -210,7 +205,7 @@ impl Search<'_> {
         if known_us.is_finite() && (*bound_us >= known_us || same(*bound_us, known_us)) {
             return Ok(());
         }
-        match run_along_order(self.question, self.options, order, SearchLimits { known_us, ..among }) {
+        match run_along_order(&self.question, order, SearchLimits { known_us, ..among }) {
             Ok(answer) => {
                 *us = us.min(answer.chosen.minibatch_us);
                 *bound_us = bound_us.max(finish_plan::bound_us(self.question.problem, &answer.chosen, &answer.found));
@@ -235,17 +230,18 @@ impl Search<'_> {
     }
 
     /// The plan of an answer, with its devices numbered along the order.
-    fn planned(&self, problem: &Problem, answer: Answer, at: usize) -> Result<Planned, PlanError> {
+    fn planned(&self, answer: Answer, at: usize) -> Result<Planned, PlanError> {
         let order = &self.asked[at].order;
-        let (ordered, joined) = (in_order(problem, order), in_order(self.question.problem, order));
-        conclude(&ordered, &self.question.about(&joined), self.options, answer)
+        let [full, problem] = [self.question.full, self.question.problem].map(|problem| in_order(problem, order));
+        conclude(&SearchContext { full: &full, problem: &problem, ..self.question }, answer)
     }
 
     /// Other orders that may be faster than the simulated time of this plan, most promising first.
     fn promising(&mut self, plan: &Plan, at: usize) -> Vec<usize> {
         let known_us = plan.predicted.minibatch_us;
         let flushes = self.question.problem.schedule.flushes();
-        let is_simulated = self.options.partitioner == Partitioner::Pipec && self.options.efficiency.is_some();
+        let options = self.question.options;
+        let is_simulated = options.partitioner == Partitioner::Pipec && options.efficiency.is_some();
         if !is_simulated || (!flushes && plan.predicted.by_equations_us() >= ENOUGH * known_us) {
             return Vec::new();
         }
@@ -270,12 +266,8 @@ struct Chosen {
     is_all: bool,
 }
 
-fn chosen(
-    question: &SearchContext<'_>,
-    options: &PlannerOptions<'_>,
-    units: &Units<'_>,
-    blended: Option<AllOrdersResult>,
-) -> Chosen {
+fn chosen(question: &SearchContext<'_>, units: &Units<'_>, blended: Option<AllOrdersResult>) -> Chosen {
+    let options = question.options;
     if is_alike(&question.problem.cluster) {
         return Chosen { orders: units.starts()[..1].to_vec(), looked: 1, is_all: true };
     }
@@ -306,8 +298,9 @@ fn chosen(
         plain @ (Partitioner::Single | Partitioner::DataParallel | Partitioner::Uniform) => plain,
         _ => Partitioner::Pipec,
     };
-    let options = PlannerOptions { partitioner, ..PlannerOptions::default() };
-    let mut walk = Walk { question, options, units, seen: BTreeSet::new(), ranked: Vec::new() };
+    let options = PlannerOptions { partitioner, budget: options.budget, ..PlannerOptions::default() };
+    let question = SearchContext { options: &options, ..*question };
+    let mut walk = Walk { question, units, seen: BTreeSet::new(), ranked: Vec::new() };
     match units.all(glances) {
         Some(orders) => orders.into_iter().for_each(|order| walk.look(order)),
         None => walk.climb(seeds, glances),
@@ -339,8 +332,7 @@ impl Glance {
 }
 
 struct Walk<'a> {
-    question: &'a SearchContext<'a>,
-    options: PlannerOptions<'a>,
+    question: SearchContext<'a>,
     units: &'a Units<'a>,
     seen: BTreeSet<Sequence>,
     /// Evaluated orders, best first; the earlier of equals.
@@ -354,7 +346,7 @@ impl Walk<'_> {
         }
         let among = SearchLimits { depth: Depth::Glance, ..SearchLimits::ALONE };
         let nothing = |needs| Glance { order: order.clone(), us: f64::INFINITY, needs, borders: Vec::new() };
-        let glance = match run_along_order(self.question, &self.options, &self.units.order(&order), among) {
+        let glance = match run_along_order(&self.question, &self.units.order(&order), among) {
             Ok(Answer { chosen, .. }) => {
                 let ends = chosen.spots.iter().zip(chosen.shape.replicas());
                 let borders = ends.map(|(spot, replicas)| spot.first + replicas).collect();
@@ -390,9 +382,9 @@ impl Walk<'_> {
 }
 
 /// Searches a table over all orders, if there is one level and the partitioner allows it.
-fn blended(question: &SearchContext<'_>, options: &PlannerOptions<'_>) -> Result<Option<AllOrdersResult>, PlanError> {
+fn blended(question: &SearchContext<'_>) -> Result<Option<AllOrdersResult>, PlanError> {
     let cluster = &question.problem.cluster;
-    let is_ours = matches!(options.partitioner, Partitioner::Pipec | Partitioner::Milp);
+    let is_ours = matches!(question.options.partitioner, Partitioner::Pipec | Partitioner::Milp);
     if !is_ours || cluster.levels.len() > 1 || is_alike(cluster) {
         return Ok(None);
     }
@@ -405,14 +397,9 @@ fn in_order(problem: &Problem, order: &DeviceOrder) -> Problem {
     Problem { cluster, ..problem.clone() }
 }
 
-fn run_along_order(
-    question: &SearchContext<'_>,
-    options: &PlannerOptions<'_>,
-    order: &DeviceOrder,
-    among: SearchLimits,
-) -> Result<Answer, Refused> {
+fn run_along_order(question: &SearchContext<'_>, order: &DeviceOrder, among: SearchLimits) -> Result<Answer, Refused> {
     let problem = in_order(question.problem, order);
-    answer(&SearchContext { among, ..question.about(&problem) }, options)
+    answer(&SearchContext { problem: &problem, among, ..*question })
 }
 
 /// Keeps the faster answer (the earlier of equals) with the better of both sets of baselines.

@@ -29,7 +29,6 @@ use crate::partition::milp::order::Order;
 use crate::partition::milp::replica_choices::Choice;
 use crate::partition::milp::solver::Program;
 use crate::plan::cost_estimate::FlowQuery;
-use crate::plan::in_flight::ScheduleFlow;
 use crate::plan::links::Wire;
 use crate::plan::problem::{CostModel, Problem};
 use crate::profile::cost_graph::{OpId, ParamCost};
@@ -39,8 +38,6 @@ pub struct Scope<'a> {
     /// Must have a single level.
     pub problem: &'a Problem,
     pub asked: FlowQuery,
-    /// Determines the weight versions.
-    pub flow: ScheduleFlow,
     /// Microseconds per unit of time in the programs.
     pub unit_us: f64,
     /// Upper bound on T, in that unit.
@@ -189,6 +186,14 @@ impl<'a> Formulation<'a> {
         self.add_before(sum, -factor, op, stage);
     }
 
+    /// y(op, cut) - y(later, cut): 1 if the cut is between the two.
+    pub(super) fn apart(&self, op: usize, later: usize, cut: usize) -> Expression {
+        let mut sum = Expression::default();
+        self.add_before(&mut sum, 1.0, op, cut);
+        self.add_before(&mut sum, -1.0, later, cut);
+        sum
+    }
+
     /// A variable that is at least 0 and at least each of these sums.
     pub(super) fn at_least(&mut self, sums: Vec<Expression>) -> Variable {
         let most = self.variables.add(variable().min(0.0));
@@ -224,9 +229,7 @@ impl<'a> Formulation<'a> {
             }
             for at in 0..self.scope.order.edges.len() {
                 let (from, to) = self.scope.order.edges[at];
-                let mut row = Expression::default();
-                self.add_before(&mut row, 1.0, to, cut);
-                self.add_before(&mut row, -1.0, from, cut);
+                let row = self.apart(to, from, cut);
                 self.keep(row.leq(0.0));
             }
         }

@@ -1,9 +1,8 @@
 //! Rows of the integer program that limit the memory of each stage.
 
 use crate::partition::milp::formulation::Formulation;
+use crate::partition::search::build_plan;
 use crate::plan::gradient_buffers::GradientBuffers;
-use crate::plan::in_flight;
-use crate::plan::in_flight::{First, StageInFlight};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::profile::arena::{Arena, ArenaPosition, Way};
 use crate::profile::cost_graph::Flows;
@@ -34,32 +33,14 @@ impl Formulation<'_> {
     pub(super) fn memory(&mut self) {
         const MANY: u64 = 1 << 40;
         let problem = self.scope.problem;
-        let pending_weight_grads =
-            in_flight::pending_weight_grads(&self.scope.flow, &self.choice.replicas, &self.choice.caps);
-        let lanes =
-            |stage: usize| StageInFlight { replicas: self.choice.replicas[stage], in_flight: self.choice.caps[stage] };
-        let versions = |stage: usize| self.scope.flow.versions(lanes(stage), First::Known(lanes(0)));
-        let late = |stage: usize| self.scope.flow.late(lanes(stage), First::Known(lanes(0)));
-        let late: Vec<u32> = (0..self.stages()).map(late).collect();
-        let versions: Vec<u32> = (0..self.stages()).map(versions).collect();
+        let (replicas, caps) = (&self.choice.replicas, &self.choice.caps);
+        let pending = build_plan::pending_weight_grads(problem, replicas, caps);
+        let multiples = build_plan::multiples(problem, replicas, caps, &pending);
         let (used, flows) = (problem.graph.summed_bytes(), problem.graph.flows());
-        for (stage, versions) in versions.into_iter().enumerate() {
+        for (stage, multiples) in multiples.into_iter().enumerate() {
             let Some(limit) = problem.limit_of(self.choice.devices(stage)) else { continue };
             let limit = limit as f64;
-            let in_flight = self.choice.caps[stage];
-            let multiples = MemoryMultipliers {
-                in_flight,
-                pending_weight_grads: pending_weight_grads.get(stage).copied().unwrap_or(0),
-                versions,
-                late: late[stage],
-                replicas: self.choice.replicas[stage],
-                recompute: self.choice.recompute[stage],
-                zero: problem.zero,
-                in_place: problem.reduces_in_place(),
-                optimizer_state: problem.optimizer_state,
-                schedule: problem.schedule,
-                microbatches: problem.microbatches,
-            };
+            let multiples = MemoryMultipliers { recompute: self.choice.recompute[stage], ..multiples };
             let each = |holdings: MemoryTerms| holdings.held(&multiples).total as f64 / MANY as f64 / limit;
             let none = MemoryTerms::default();
             let weights = each(MemoryTerms { weights: MANY, ..none });

@@ -1,5 +1,6 @@
 //! Precedence of the ops in a graph, with the work before and after each op.
 
+use crate::partition::search::op_sets::{closures, has, neighbours};
 use crate::plan::cost_estimate::FlowQuery;
 use crate::plan::problem::{CostModel, Problem};
 use crate::profile::cost_graph::OpCost;
@@ -23,23 +24,12 @@ pub struct Order {
 impl Order {
     pub fn of(problem: &Problem, asked: &FlowQuery) -> Order {
         let ops = problem.graph.ops.len();
-        let mut readers = vec![Vec::new(); ops];
-        let mut reads = vec![Vec::new(); ops];
-        for (from, to) in problem.graph.edges() {
-            readers[from.index()].push(to.index());
-            reads[to.index()].push(from.index());
-        }
-        let mut above: Vec<Vec<u64>> = Vec::with_capacity(ops);
+        let [reads, readers] = neighbours(&problem.graph);
+        let above = closures(&reads, 0..ops);
         let mut edges = Vec::new();
         for (op, reads) in reads.iter().enumerate() {
-            let mut set = vec![0u64; ops.div_ceil(64)];
-            for &from in reads {
-                above[from].iter().zip(&mut set).for_each(|(word, set)| *set |= word);
-            }
             let follows = |from: &&usize| reads.iter().any(|other| other != *from && has(&above[*other], **from));
             edges.extend(reads.iter().filter(|from| !follows(from)).map(|&from| (from, op)));
-            set[op / 64] |= 1 << (op % 64);
-            above.push(set);
         }
         let mut next = vec![Vec::new(); ops];
         edges.iter().for_each(|&(from, to)| next[from].push(to));
@@ -62,8 +52,4 @@ impl Order {
         let is_last = |op: &&usize| !ops.iter().any(|other| other != *op && self.precedes(**op, *other));
         ops.iter().filter(is_last).copied().collect()
     }
-}
-
-fn has(set: &[u64], op: usize) -> bool {
-    set[op / 64] >> (op % 64) & 1 == 1
 }

@@ -7,7 +7,7 @@
 use crate::cluster::class;
 use crate::partition::search::build_plan;
 use crate::plan::in_flight;
-use crate::plan::problem::{CostModel, InFlight, Problem, Recomputation};
+use crate::plan::problem::{CostModel, Problem, Recomputation};
 use std::ops::Range;
 
 pub const MOST_CHOICES: usize = 1200;
@@ -47,10 +47,7 @@ pub fn choices(problem: &Problem, asked: &Asked) -> Option<Vec<Choice>> {
     let constraints = &problem.constraints;
     let devices = problem.cluster.devices();
     let most_stages = constraints.most_stages.unwrap_or(devices).min(devices) as usize;
-    let given_caps = match &problem.in_flight {
-        InFlight::Given(caps) => Some(caps),
-        _ => None,
-    };
+    let given_caps = problem.in_flight.given();
     let mut walk = Walk {
         problem,
         work_us: least_work_us(problem),
@@ -77,7 +74,7 @@ pub fn choices(problem: &Problem, asked: &Asked) -> Option<Vec<Choice>> {
     let mut choices = Vec::new();
     for replicas in walk.found {
         let published = || in_flight::published(&build_plan::flow(problem, devices), &replicas);
-        let caps = given_caps.cloned().unwrap_or_else(published);
+        let caps = given_caps.map_or_else(published, <[u32]>::to_vec);
         let bits = if may_recompute(problem) { replicas.len() } else { 0 };
         if bits > 16 || choices.len() + (1 << bits) > MOST_CHOICES {
             return None;

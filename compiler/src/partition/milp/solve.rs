@@ -11,15 +11,12 @@
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::milp::formulation::{Formulation, Scope};
 use crate::partition::milp::order::Order;
-use crate::partition::milp::replica_choices;
-use crate::partition::milp::replica_choices::{Choice, MOST_CHOICES, choices};
+use crate::partition::milp::replica_choices::{self, Choice, MOST_CHOICES, choices};
 use crate::partition::milp::solver::{self, Ended, Limits};
-use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::StagePosition;
+use crate::partition::search::build_plan::{self, StagePosition};
 use crate::partition::search::constraints;
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::result::{PlanCandidate, SearchResult};
-use crate::plan::cost_estimate::FlowQuery;
 use crate::plan::problem::{CostModel, Objective, Problem, ProblemError, Recomputation};
 use crate::profile::recompute_scope::RecomputeScope;
 use std::time::Duration;
@@ -53,12 +50,8 @@ struct Open<'a> {
     bound_us: f64,
 }
 
-/// Improves the known plans, whose candidates are kept. `longest` is a wall-clock limit.
-pub fn refine(
-    question: &SearchContext<'_>,
-    known: SearchResult,
-    longest: Option<Duration>,
-) -> Result<SearchResult, ProblemError> {
+/// Improves the known plans, whose candidates are kept.
+pub fn refine(question: &SearchContext<'_>, known: SearchResult) -> Result<SearchResult, ProblemError> {
     let problem = question.problem;
     if let Some(why) = unsuited(problem) {
         return Ok(left_alone(known, why));
@@ -74,8 +67,7 @@ pub fn refine(
     if !(unit_us.is_normal() && unit_us > 0.0) {
         return Ok(left_alone(known, "all times are zero".to_string()));
     }
-    let flow = build_plan::flow(problem, problem.cluster.devices());
-    let asked = FlowQuery::of(&flow, problem.objective == Objective::Latency, problem.bucket.0 as f64);
+    let asked = build_plan::asked(problem);
     let pins = constraints::pinned(question.joined, &problem.constraints.pins)?;
     let fixed = fixed(question)?;
     let within_us = if best_us.is_some() { unit_us } else { unit_us * SLOWER };
@@ -91,17 +83,8 @@ pub fn refine(
     };
     let order = Order::of(problem, &asked);
     let most = if best_us.is_some() { 1.0 - GAIN } else { SLOWER };
-    let scope = Scope {
-        problem,
-        asked,
-        flow,
-        unit_us,
-        most,
-        finest: WAYS[0].0,
-        pins: &pins,
-        fixed: fixed.as_deref(),
-        order: &order,
-    };
+    let scope =
+        Scope { problem, asked, unit_us, most, finest: WAYS[0].0, pins: &pins, fixed: fixed.as_deref(), order: &order };
     let mut work = 0usize;
     for choice in &choices {
         let Some(program) = Formulation::of(&scope, choice) else { continue };
@@ -121,10 +104,10 @@ pub fn refine(
         scope,
         best: None,
         best_us,
-        nodes: question.budget.unwrap_or(DEFAULT_NODES),
+        nodes: question.options.budget.unwrap_or(DEFAULT_NODES),
         used: 0,
         // Each program gets a part of the time, so that none can use all of it.
-        clock: longest.unwrap_or(LONGEST),
+        clock: question.options.time_limit.unwrap_or(LONGEST),
         ended: Ended::Proven,
     };
     let open = search.run(&choices);
@@ -188,12 +171,10 @@ impl Search<'_> {
     /// Solves the programs within the budget; returns the undecided ones.
     fn run<'c>(&mut self, choices: &'c [Choice]) -> Vec<Open<'c>> {
         let share = self.clock / (choices.len().max(1) as u32 * 2);
-        let mut open = Vec::new();
-        for choice in choices {
-            self.ask(choice, FIRST_NODES.min(self.nodes), share, &mut open);
-        }
+        let first = choices.iter().filter_map(|choice| self.ask(choice, FIRST_NODES.min(self.nodes), share));
+        let mut open: Vec<Open<'_>> = first.collect();
         // Programs with the lowest bounds first, because they determine the proven bound; the sort is stable.
-        open.sort_by(|left: &Open<'_>, right| left.bound_us.total_cmp(&right.bound_us));
+        open.sort_by(|left, right| left.bound_us.total_cmp(&right.bound_us));
         let mut left = Vec::new();
         let half = self.clock / 2;
         for (at, Open { choice, bound_us }) in open.iter().enumerate() {
@@ -201,25 +182,24 @@ impl Search<'_> {
                 left.push(Open { choice, bound_us: *bound_us });
                 continue;
             }
-            let mut again = Vec::new();
-            self.ask(choice, self.nodes, half / (open.len() - at) as u32, &mut again);
+            let again = self.ask(choice, self.nodes, half / (open.len() - at) as u32);
             // The bound of the first round also holds.
-            left.extend(again.into_iter().map(|again| Open { bound_us: again.bound_us.max(*bound_us), ..again }));
+            left.extend(again.map(|again| Open { bound_us: again.bound_us.max(*bound_us), ..again }));
         }
         // Later solutions may close earlier programs.
         left.retain(|open| self.best_us.is_none_or(|best| open.bound_us < best * (1.0 - GAIN)));
         left
     }
 
-    /// Solves one program with a node limit; adds it to `open` if it stays undecided.
-    fn ask<'c>(&mut self, choice: &'c Choice, nodes: u64, clock: Duration, open: &mut Vec<Open<'c>>) {
+    /// Solves one program with a node limit; returns it if it stays undecided.
+    fn ask<'c>(&mut self, choice: &'c Choice, nodes: u64, clock: Duration) -> Option<Open<'c>> {
         if let Some(best) = self.best_us {
             self.scope.most = best / self.scope.unit_us * (1.0 - GAIN);
         }
         let mut answer = None;
         for (finest, is_reversed) in WAYS {
             self.scope.finest = finest;
-            let Some(program) = Formulation::of(&self.scope, choice) else { return };
+            let program = Formulation::of(&self.scope, choice)?;
             let (mut program, meaning) = program.into_parts();
             if is_reversed {
                 program.rows.reverse();
@@ -231,7 +211,7 @@ impl Search<'_> {
                 break;
             }
         }
-        let Some((answer, meaning)) = answer else { return };
+        let (answer, meaning) = answer?;
         self.nodes = self.nodes.saturating_sub(answer.nodes);
         self.used += answer.nodes.max(1);
         let mut is_closed = answer.ended == Ended::Proven;
@@ -240,21 +220,13 @@ impl Search<'_> {
             let offered = meaning.stages(values).map(|stages| self.offer(choice, stages));
             is_closed &= offered == Some(true);
         }
-        if !is_closed {
-            // Slack, because the bound was computed in floating point.
-            let bound = if answer.bound.is_finite() { answer.bound * (1.0 - 1e-7) } else { 0.0 };
-            let bound_us = bound * self.scope.unit_us;
-            open.push(Open { choice, bound_us });
-            let worse = |ended| match ended {
-                Ended::Proven => 0,
-                Ended::Nodes => 1,
-                Ended::Failed => 2,
-                Ended::Clock => 3,
-            };
-            if worse(answer.ended) > worse(self.ended) {
-                self.ended = answer.ended;
-            }
+        if is_closed {
+            return None;
         }
+        self.ended = self.ended.max(answer.ended);
+        // Slack, because the bound was computed in floating point.
+        let bound = if answer.bound.is_finite() { answer.bound * (1.0 - 1e-7) } else { 0.0 };
+        Some(Open { choice, bound_us: bound * self.scope.unit_us })
     }
 
     /// Prices a partition with the cost model; returns whether it fits and is the best so far.

@@ -19,13 +19,14 @@ pub struct Limits {
     pub clock: Duration,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The less reproducible, the later.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Ended {
     /// The solution is optimal, or the program is infeasible.
     Proven,
     Nodes,
-    Clock,
     Failed,
+    Clock,
 }
 
 #[derive(Clone, Debug, PartialEq)]

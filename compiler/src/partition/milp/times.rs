@@ -68,21 +68,15 @@ impl Formulation<'_> {
 
     /// 1 if `op` is before the cut and one of `readers` beyond it, otherwise 0.
     fn leaves(&mut self, op: usize, readers: &[usize], cut: usize) -> Expression {
-        let mut sums = Vec::with_capacity(readers.len());
-        for &reader in readers {
-            let mut sum = Expression::default();
-            self.add_before(&mut sum, 1.0, op, cut);
-            self.add_before(&mut sum, -1.0, reader, cut);
-            sums.push(sum);
-        }
-        match sums.pop() {
-            // Never negative, because a reader follows what it reads.
-            Some(alone) if sums.is_empty() => alone,
-            Some(last) => {
-                sums.push(last);
-                self.at_least(sums).into()
-            }
-            None => Expression::default(),
+        let sums = readers.iter().map(|&reader| self.apart(op, reader, cut)).collect();
+        self.any(sums)
+    }
+
+    /// The largest of these sums. A single one is never negative, because a reader follows what it reads.
+    fn any(&mut self, sums: Vec<Expression>) -> Expression {
+        match <[Expression; 1]>::try_from(sums) {
+            Ok([alone]) => alone,
+            Err(sums) => self.at_least(sums).into(),
         }
     }
 
@@ -96,13 +90,8 @@ impl Formulation<'_> {
             self.add_before(&mut inside, 1.0, op, cut);
             return inside;
         }
-        let mut sums = Vec::new();
-        for reader in order.last(readers) {
-            let mut sum = Expression::default();
-            self.add_before(&mut sum, 1.0, op, cut);
-            self.add_before(&mut sum, -1.0, reader, cut);
-            sums.push(sum);
-        }
+        let mut sums: Vec<Expression> =
+            order.last(readers).into_iter().map(|reader| self.apart(op, reader, cut)).collect();
         for last in 0..self.ops() {
             let leads = readers.iter().filter(|reader| order.precedes(**reader, last)).count();
             if leads > 0 && leads < readers.len() {
@@ -114,10 +103,7 @@ impl Formulation<'_> {
                 sums.push(sum);
             }
         }
-        match <[Expression; 1]>::try_from(sums) {
-            Ok([alone]) => alone,
-            Err(sums) => self.at_least(sums).into(),
-        }
+        self.any(sums)
     }
 
     /// The last bucket of an all-reduce after a flush, and the exchange of gradients that more than two stages share, are

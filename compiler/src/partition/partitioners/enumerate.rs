@@ -6,10 +6,9 @@
 
 use crate::cluster::class;
 use crate::partition::dp::nested_partition::Shape;
-use crate::partition::explain::infeasible::Need;
 use crate::partition::heterogeneous::device_ranges::DeviceRanges;
-use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::{Recompute, StagePosition};
+use crate::partition::infeasible::Need;
+use crate::partition::search::build_plan::{self, Recompute, StagePosition};
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::result::PlanCandidate;
 use crate::plan::problem::{Objective, ProblemError, Recomputation};

@@ -6,7 +6,7 @@
 
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
 use crate::partition::search::downsets::DownSets;
-use crate::plan::stage_cost::{LevelCost, StageCost, StageRange};
+use crate::plan::stage_cost::{LevelCost, StageCost};
 use std::collections::HashMap;
 
 pub const MAX_OPS: usize = 14;
@@ -81,15 +81,7 @@ impl Walk<'_> {
                 if self.steps > MAX_STEPS {
                     return Err(MAX_STEPS);
                 }
-                let part = StageRange {
-                    is_first: at == from,
-                    is_last: next + 1 == self.space.len(),
-                    replicas,
-                    inner_us,
-                    weight_bytes: self.space.weights[next] - self.space.weights[at],
-                    in_bytes: self.space.cut[at],
-                    out_bytes: self.space.cut[next],
-                };
+                let part = self.space.range(at, next, replicas, at == from, inner_us);
                 let us = self.cost.part_us(&self.levels[level], &part).max(so_far);
                 let rest =
                     (self.space.compute[to] - self.space.compute[next]) / (unit * f64::from((units - replicas).max(1)));

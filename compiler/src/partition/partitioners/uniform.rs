@@ -1,21 +1,21 @@
-//! A straight pipeline: one stage per device, cut along a linear order into parts of about equal compute.
+//! A straight pipeline: one stage per device, cut along the order of the ops into parts of about equal compute.
 
 use crate::cluster::Cluster;
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
 use crate::profile::cost_graph::CostGraph;
 
-/// As many stages as devices (or ops, if fewer), each on one device, along `order`.
-pub fn uniform(graph: &CostGraph, cluster: &Cluster, order: &[u32]) -> Shape {
-    let stages = order.len().min(cluster.devices() as usize).max(1);
+/// As many stages as devices (or ops, if fewer), each on one device.
+pub fn uniform(graph: &CostGraph, cluster: &Cluster) -> Shape {
+    let stages = graph.ops.len().min(cluster.devices() as usize).max(1);
     let total = graph.total_us();
     let mut groups = Vec::with_capacity(stages);
     let (mut start, mut done) = (0, 0.0);
     for stage in 0..stages {
         let target = total * (stage + 1) as f64 / stages as f64;
-        let latest = order.len() - (stages - 1 - stage);
+        let latest = graph.ops.len() - (stages - 1 - stage);
         let mut end = start;
         while end < latest {
-            let op = &graph.ops[order[end] as usize];
+            let op = &graph.ops[end];
             let next = done + op.fwd_us + op.bwd_us;
             // At least one op; then until the next op would move the cut away from its target. The last stage takes the
             // rest.
@@ -25,9 +25,7 @@ pub fn uniform(graph: &CostGraph, cluster: &Cluster, order: &[u32]) -> Shape {
             done = next;
             end += 1;
         }
-        let mut ops = order[start..end].to_vec();
-        ops.sort_unstable();
-        groups.push(Group { replicas: 1, body: StageBody::Ops(ops) });
+        groups.push(Group { replicas: 1, body: StageBody::Ops((start as u32..end as u32).collect()) });
         start = end;
     }
     for level in cluster.levels.split_last().map_or(&[][..], |(_, inner)| inner) {
@@ -50,17 +48,11 @@ mod tests {
 
     #[test]
     fn shares_are_even_and_every_stage_has_an_op() {
-        let graph = |times: &[f64]| CostGraph {
-            ops: times
-                .iter()
-                .enumerate()
-                .map(|(id, &t)| OpCost { id: id as u32, fwd_us: t, ..OpCost::default() })
-                .collect(),
-            ..CostGraph::default()
-        };
+        let op = |(id, &fwd_us): (usize, &f64)| OpCost { id: id as u32, fwd_us, ..OpCost::default() };
+        let graph =
+            |times: &[f64]| CostGraph { ops: times.iter().enumerate().map(op).collect(), ..CostGraph::default() };
         let stages = |times: &[f64], spec: &str| {
-            let order: Vec<u32> = (0..times.len() as u32).collect();
-            let shape = uniform(&graph(times), &levels(spec).unwrap(), &order);
+            let shape = uniform(&graph(times), &levels(spec).unwrap());
             shape.leaves().iter().map(|leaf| leaf.ops.len()).collect::<Vec<_>>()
         };
         assert_eq!(stages(&[1.0; 8], "4:1GB/s"), [2, 2, 2, 2]);

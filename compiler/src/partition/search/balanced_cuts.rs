@@ -1,6 +1,7 @@
 //! Balanced cuts of a linear order: stages of about equal time that send few bytes.
 
 use crate::partition::dp::nested_partition::Shape;
+use crate::partition::search::numbers::running_sums;
 use crate::plan::problem::Problem;
 
 /// A linear order with prefix sums at each possible cut.
@@ -34,11 +35,8 @@ impl<'a> Line<'a> {
             open += change;
             bytes.push(open);
         }
-        let mut done = vec![0.0];
-        for &op in &order {
-            let op = &graph.ops[op as usize];
-            done.push(done[done.len() - 1] + op.fwd_us + op.bwd_us);
-        }
+        let op = |&op: &u32| &graph.ops[op as usize];
+        let done = running_sums(&order, |sum, at| sum + op(at).fwd_us + op(at).bwd_us);
         let before = ends.iter().map(|&end| done[end]).collect();
         let sent = ends.iter().map(|&end| bytes[end]).collect();
         Line { problem, order, ends, before, sent }

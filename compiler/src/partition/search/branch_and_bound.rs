@@ -108,9 +108,6 @@ impl BranchAndBound<'_, '_> {
     /// Runs the search; returns false if it ran out of steps.
     pub fn run(&mut self) -> bool {
         for layer in self.placing.finals() {
-            if self.placing.layers().is_some_and(|most| layer > most) {
-                continue;
-            }
             for w in self.placing.widths() {
                 if !self.extend(&mut Prefix::default(), layer, 0, w) {
                     return false;
@@ -122,7 +119,7 @@ impl BranchAndBound<'_, '_> {
 
     fn extend(&mut self, prefix: &mut Prefix, layer: usize, from: usize, w: u32) -> bool {
         let placing = self.placing;
-        let whole = placing.places.len() - 1;
+        let whole = placing.places.space.len() - 1;
         if from == whole {
             let us = prefix.us(placing);
             if us < self.best_us * (1.0 - 1e-12) {

@@ -5,14 +5,11 @@ use crate::cluster::class;
 use crate::partition::dp::nested_partition::{Shape, StageGroup};
 use crate::partition::dp::uneven_levels;
 use crate::plan::buckets::buckets;
-use crate::plan::cost_estimate;
-use crate::plan::cost_estimate::{CostEstimate, FlowQuery, PlacedStage};
+use crate::plan::cost_estimate::{self, CostEstimate, FlowQuery, PlacedStage};
 use crate::plan::gradient_buffers::GradientBuffers;
-use crate::plan::in_flight;
-use crate::plan::in_flight::{First, ScheduleFlow, StageInFlight};
-use crate::plan::memory;
-use crate::plan::memory::{MemoryMultipliers, MemoryTerms, Touched};
-use crate::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
+use crate::plan::in_flight::{self, First, Position, ScheduleFlow, StageInFlight};
+use crate::plan::memory::{self, MemoryMultipliers, MemoryTerms, Touched};
+use crate::plan::problem::{CostModel, Objective, Problem, Target};
 use crate::plan::schedule::Schedule;
 use crate::plan::tied;
 use crate::plan::zero::Zero;
@@ -62,13 +59,13 @@ impl Recompute {
 /// Places the stages side by side from device 0, with recomputation only if it is full.
 pub fn side_by_side(problem: &Problem, shape: &Shape) -> Vec<StagePosition> {
     let recompute = problem.recomputation().is_full().into();
-    let mut next = 0u32;
-    let mut spot = |replicas: u32| {
-        let first = next;
-        next = next.saturating_add(replicas);
-        StagePosition { first, recompute }
-    };
-    shape.replicas().into_iter().map(&mut spot).collect()
+    firsts(&shape.replicas()).into_iter().map(|first| StagePosition { first, recompute }).collect()
+}
+
+/// The first device of each stage, if they are side by side from device 0.
+pub fn firsts(replicas: &[u32]) -> Vec<u32> {
+    let before = |next: &mut u32, replicas: &u32| Some(std::mem::replace(next, next.saturating_add(*replicas)));
+    replicas.iter().scan(0, before).collect()
 }
 
 pub fn asked(problem: &Problem) -> FlowQuery {
@@ -124,10 +121,7 @@ pub fn pace(problem: &Problem, spot: &StagePosition, replicas: u32) -> f64 {
 pub fn is_limited(problem: &Problem) -> bool {
     let Some(limit) = problem.limit_of(0..problem.cluster.devices()) else { return false };
     let graph = &problem.graph;
-    let given = match &problem.in_flight {
-        InFlight::Given(caps) => caps.iter().copied().max().unwrap_or(1),
-        _ => 1,
-    };
+    let given = problem.in_flight.given().and_then(|caps| caps.iter().copied().max()).unwrap_or(1);
     let in_flight = given.max(2 * problem.cluster.devices()).max(problem.microbatches).saturating_mul(problem.chunks);
     let sum = |bytes: &mut dyn Iterator<Item = u64>| bytes.fold(0u64, u64::saturating_add);
     let tensors = sum(&mut graph.tensors.iter().map(|tensor| tensor.bytes));
@@ -150,22 +144,16 @@ pub fn is_limited(problem: &Problem) -> bool {
         batched_grads: sum(&mut graph.ops.iter().map(|op| op.batched_grad_bytes)),
         halves: sum(&mut graph.ops.iter().map(OpCost::pending_weight_grad_bytes)),
     };
-    let (optimizer_state, schedule) = (problem.optimizer_state, problem.schedule);
-    let versions = in_flight.saturating_add(1);
-    let once = MemoryMultipliers {
+    let most = MemoryMultipliers {
         in_flight,
         pending_weight_grads: in_flight,
-        versions,
+        versions: in_flight.saturating_add(1),
         late: in_flight,
-        replicas: 2,
-        recompute: false,
         zero: Zero::default(),
         in_place: false,
-        optimizer_state,
-        schedule,
-        microbatches: problem.microbatches,
+        ..multiples_of_one(problem, 2)
     };
-    all.held(&once).total > limit
+    all.held(&most).total > limit
 }
 
 pub fn fits(problem: &Problem, shape: &Shape, spots: &[StagePosition], memory: &[StageMemory]) -> bool {
@@ -200,10 +188,8 @@ pub fn flow(problem: &Problem, workers: u32) -> ScheduleFlow {
 
 /// The given in-flight limits of stages with these replicas, or those of the schedule's rule.
 pub fn caps(problem: &Problem, replicas: &[u32]) -> Vec<u32> {
-    match &problem.in_flight {
-        InFlight::Given(caps) if caps.len() == replicas.len() => caps.clone(),
-        _ => published_caps(problem, replicas),
-    }
+    let given = problem.in_flight.given().filter(|caps| caps.len() == replicas.len());
+    given.map_or_else(|| published_caps(problem, replicas), <[u32]>::to_vec)
 }
 
 pub fn published_caps(problem: &Problem, replicas: &[u32]) -> Vec<u32> {
@@ -246,8 +232,8 @@ pub fn holdings(problem: &Problem, shape: &Shape) -> Vec<MemoryTerms> {
 }
 
 /// Pending weight gradients of each stage for the given caps; empty if backwards are not split.
-pub fn pending_weight_grads(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
-    in_flight::pending_weight_grads(&flow(problem, problem.cluster.devices()), &shape.replicas(), caps)
+pub fn pending_weight_grads(problem: &Problem, replicas: &[u32], caps: &[u32]) -> Vec<u32> {
+    in_flight::pending_weight_grads(&flow(problem, problem.cluster.devices()), replicas, caps)
 }
 
 /// The memory of each stage; `holdings` are its memory terms, `caps` the in-flight limits, and `pending_weight_grads` the pending weight
@@ -330,11 +316,42 @@ pub fn multiples(
 ) -> Vec<MemoryMultipliers> {
     let versions = of_lanes(problem, replicas, caps, ScheduleFlow::versions);
     let late = of_lanes(problem, replicas, caps, ScheduleFlow::late);
-    let one = |(at, replicas): (usize, u32)| MemoryMultipliers {
+    let one = |(at, &replicas): (usize, &u32)| MemoryMultipliers {
         in_flight: caps[at],
         pending_weight_grads: pending_weight_grads.get(at).copied().unwrap_or(0),
         versions: versions[at],
         late: late[at],
+        ..multiples_of_one(problem, replicas)
+    };
+    replicas.iter().enumerate().map(one).collect()
+}
+
+/// The multipliers of a stage at a known position of the pipeline, without recomputation; `first` is what is known of
+/// the first stage.
+pub fn multiples_at(
+    problem: &Problem,
+    flow: &ScheduleFlow,
+    position: Position,
+    in_flight: u32,
+    first: First,
+) -> MemoryMultipliers {
+    let own = StageInFlight { replicas: position.replicas, in_flight };
+    MemoryMultipliers {
+        in_flight,
+        pending_weight_grads: flow.pending_weight_grads(position, in_flight),
+        versions: flow.versions(own, first),
+        late: flow.late(own, first),
+        ..multiples_of_one(problem, position.replicas)
+    }
+}
+
+/// The multipliers of a stage with one micro-batch in flight and one weight version, without recomputation.
+pub fn multiples_of_one(problem: &Problem, replicas: u32) -> MemoryMultipliers {
+    MemoryMultipliers {
+        in_flight: 1,
+        pending_weight_grads: 0,
+        versions: 1,
+        late: 0,
         replicas,
         recompute: false,
         zero: problem.zero,
@@ -342,8 +359,7 @@ pub fn multiples(
         optimizer_state: problem.optimizer_state,
         schedule: problem.schedule,
         microbatches: problem.microbatches,
-    };
-    replicas.iter().copied().enumerate().map(one).collect()
+    }
 }
 
 fn recomputed(problem: &Problem, ops: &[u32], recompute: Recompute) -> RecomputeTerms {
@@ -421,6 +437,7 @@ pub struct StageCosts {
     weight_grad_us: Option<f64>,
     buckets: Vec<GradientBucket>,
     parameter_bytes: u64,
+    /// 0 if they are as many as those of the parameters.
     gradient_bytes: u64,
 }
 
@@ -440,6 +457,8 @@ impl StageCosts {
             }
         }
         .filter(|_| layers != Some(0));
+        let bytes = |of: fn(&ParamCost) -> u64| parameter_bytes(problem, ops, of);
+        let (weights, sums) = (bytes(|param| param.bytes), bytes(|param| param.sum_bytes));
         let is_known = ops.iter().any(|&op| costs[op as usize].weight_grad_us.is_some());
         StageCosts {
             recompute: recompute.is_any() && layers != Some(0),
@@ -452,8 +471,8 @@ impl StageCosts {
             } else {
                 Vec::new()
             },
-            parameter_bytes: parameter_bytes(problem, ops, |param| param.bytes),
-            gradient_bytes: gradient_bytes(problem, ops),
+            parameter_bytes: weights,
+            gradient_bytes: if sums == weights { 0 } else { sums },
         }
     }
 
@@ -514,13 +533,6 @@ fn parameter_bytes(problem: &Problem, ops: &[u32], bytes: impl Fn(&ParamCost) ->
     let is_used = |users: &[OpId]| users.iter().any(|user| ops.binary_search(&user.0).is_ok());
     let used = problem.graph.params.iter().filter(|param| is_used(&param.users));
     used.fold(0, |sum: u64, param| sum.saturating_add(bytes(param)))
-}
-
-/// Bytes of the gradient sums of these ops; 0 if they are as many as those of the parameters.
-fn gradient_bytes(problem: &Problem, ops: &[u32]) -> u64 {
-    let (weights, sums) =
-        (parameter_bytes(problem, ops, |param| param.bytes), parameter_bytes(problem, ops, |param| param.sum_bytes));
-    if sums == weights { 0 } else { sums }
 }
 
 /// The tensors sent between stages, each directly from its producer to every stage that reads it.

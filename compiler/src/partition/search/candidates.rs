@@ -7,24 +7,21 @@ use crate::partition::bounds::local_search::LocalSearch;
 use crate::partition::bounds::lower_bound::Bounds;
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::dp::pipedream;
-use crate::partition::partitioners::data_parallel::data_parallel;
 use crate::partition::partitioners::exhaustive;
-use crate::partition::partitioners::single::single;
+use crate::partition::partitioners::one_stage::{data_parallel, single};
 use crate::partition::partitioners::uniform::uniform;
 use crate::partition::search::context::{DEFAULT_BUDGET, SearchContext};
 use crate::partition::search::downsets::{DownSets, Growth};
 use crate::partition::search::linear_dp::Lines;
-use crate::partition::search::linear_order;
-use crate::partition::search::linear_order::LinearOrder;
-use crate::partition::search::memory_dp;
-use crate::partition::search::memory_dp::{Fit, FitObjective};
+use crate::partition::search::linear_order::{self, LinearOrder};
+use crate::partition::search::memory_dp::{self, FitObjective};
 use crate::partition::search::numbers::largest;
+use crate::partition::search::op_sets::neighbours;
 use crate::partition::search::result::{PlanCandidate, SearchResult};
-use crate::partition::search::{build_plan, fixed_stages, linear_search};
+use crate::partition::search::{fixed_stages, linear_search};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::problem::{Objective, ProblemError};
 use crate::plan::stage_cost::{self, LevelCost, StageCost};
-use crate::profile::cost_graph::CostGraph;
 
 /// Largest number of down-sets per round of local search around a plan's cuts.
 const MOST_MOVED: usize = 1500;
@@ -32,11 +29,10 @@ const MOST_MOVED: usize = 1500;
 impl SearchContext<'_> {
     pub fn baselines(&self) -> [PlanCandidate; 3] {
         let (graph, cluster) = (&self.problem.graph, &self.problem.cluster);
-        let order: Vec<u32> = (0..graph.ops.len() as u32).collect();
         [
             self.candidate("single", single(graph.ops.len(), cluster)),
             self.candidate("data-parallel", data_parallel(graph.ops.len(), cluster)),
-            self.candidate("uniform", uniform(graph, cluster, &order)),
+            self.candidate("uniform", uniform(graph, cluster)),
         ]
     }
 
@@ -47,23 +43,19 @@ impl SearchContext<'_> {
         let is_ours = growth == Growth::All;
         let name = if is_ours { "pipec" } else { "pipedream" };
         let levels = stage_cost::levels(&problem.cluster);
-        let mut found = SearchResult { bound_us: f64::INFINITY, ..SearchResult::nothing() };
+        let mut found = SearchResult { bound_us: f64::INFINITY, ..SearchResult::default() };
         let mut searches = vec![(levels, false)];
         if is_ours && problem.cluster.levels.len() > 1 {
             searches.push((stage_cost::levels(&problem.cluster.flattened()), true));
         }
         let bounds = Bounds::of(problem);
+        let priced = |shape: Shape, is_flat: bool| self.candidate(name, Shape { is_flat, ..shape });
         let mut is_proven = true;
         for (levels, is_flat) in &searches {
-            let known = found.candidates.iter().filter(|candidate| candidate.fits);
-            let best_us = known.map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
-            let searched = self.search(levels, growth, is_ours, &bounds, best_us);
+            let searched = self.search(levels, growth, is_ours, &bounds, found.fastest_us());
             found.states += searched.states;
             found.fallback = found.fallback.take().or(searched.fallback);
-            found.candidates.extend(searched.shapes.into_iter().map(|mut shape| {
-                shape.is_flat = *is_flat;
-                self.candidate(name, shape)
-            }));
+            found.candidates.extend(searched.shapes.into_iter().map(|shape| priced(shape, *is_flat)));
             is_proven &= searched.is_proven;
             found.bound_us = found.bound_us.min(searched.bound_us);
         }
@@ -82,10 +74,8 @@ impl SearchContext<'_> {
         for least in [FitObjective::Time { within }, FitObjective::Memory] {
             if if least == FitObjective::Memory { wants_memory || !fits(&found) } else { !wants_memory && !fitted } {
                 for (levels, is_flat) in &searches {
-                    found.candidates.extend(self.fitting(levels, least).into_iter().map(|mut shape| {
-                        shape.is_flat = *is_flat;
-                        self.candidate(name, shape)
-                    }));
+                    let shapes = self.fitting(levels, least).into_iter();
+                    found.candidates.extend(shapes.map(|shape| priced(shape, *is_flat)));
                 }
             }
         }
@@ -125,12 +115,12 @@ impl SearchContext<'_> {
         if is_ours && !lines.are_whole() {
             let (far, looked_at) = lines.far(bound_us, known_us);
             states += looked_at;
-            if let Some(far) = far {
-                known_us = far.us;
-                shape = Some(far.shape);
+            if let Some((better, us)) = far {
+                known_us = us;
+                shape = Some(better);
             }
         }
-        let budget = self.budget.unwrap_or_else(|| {
+        let budget = self.options.budget.unwrap_or_else(|| {
             // On several levels the pruning is weaker.
             let most = if levels.len() > 1 { 2e9 } else { 4e9 };
             let affordable = |sets: usize| pipedream::effort(levels, sets).0 <= most;
@@ -188,7 +178,7 @@ impl SearchContext<'_> {
             let free = || pipedream::solve(&space, &cost, levels, is_ours, f64::INFINITY);
             within.filter(reaches_known_time).or_else(free)
         });
-        let is_complete = growth == Growth::All || sources(&self.problem.graph) == 1;
+        let is_complete = growth == Growth::All || self.has_one_source();
         let proven = exact.as_ref().filter(|_| is_complete && fallback.is_none()).map(|exact| exact.least_us);
         bound_us = proven.unwrap_or(bound_us);
         let shapes = exact.map(|solution| solution.shape).or(shape).into_iter().collect();
@@ -202,30 +192,24 @@ impl SearchContext<'_> {
         let limit = largest((graph.ops.len() + 1).min(1200), |places| memory_dp::effort(levels, places) <= 6e6);
         let along = |order: Vec<u32>| {
             let ends = linear_order::ends(graph, cost.model, &order, limit.max(2) - 1);
-            LinearOrder::new(graph, cost.model, order, ends, passing)
+            LinearOrder::over(graph, DownSets::chain(graph, cost.model, order, ends), passing)
         };
-        let solve = |line: LinearOrder| {
-            let settings = Fit {
-                line: &line,
-                cost: &cost,
-                levels,
-                flow: build_plan::flow(self.problem, self.problem.cluster.devices()),
-                optimizer_state: self.problem.optimizer_state,
-                zero: self.problem.zero,
-                in_place: self.problem.reduces_in_place(),
-            };
-            memory_dp::fit(&settings, least).map(|(_, shape)| shape)
-        };
+        let solve = |line: LinearOrder| memory_dp::fit(self.problem, &line, levels, least);
         let few = largest(600, |sets| memory_dp::effort(levels, sets) <= 6e6);
         let all =
             DownSets::grow(graph, cost.model, Growth::All, few).map(|space| LinearOrder::over(graph, space, passing));
         linear_search::orders(graph).into_iter().map(along).chain(all).filter_map(solve).collect()
     }
 
+    fn has_one_source(&self) -> bool {
+        let [before, _] = neighbours(&self.problem.graph);
+        before.iter().filter(|before| before.is_empty()).count() == 1
+    }
+
     /// Plans that obey the user's constraints; those with the least memory if nothing fits.
     pub fn pinned(&self) -> Result<SearchResult, ProblemError> {
         let wants_memory = self.problem.objective == Objective::Memory;
-        let mut found = SearchResult { states: 1, ..SearchResult::nothing() };
+        let mut found = SearchResult { states: 1, ..SearchResult::default() };
         for least_memory in [wants_memory, true] {
             if !found.candidates.iter().any(|candidate| candidate.fits) {
                 let shapes = fixed_stages::shapes(self.problem, self.joined, least_memory)?;
@@ -256,7 +240,7 @@ impl SearchContext<'_> {
         let (shape, states) = walked.map_err(|limit| too_large("steps", limit, limit + 1))?;
         let candidates: Vec<_> = shape.into_iter().map(|shape| self.candidate("exhaustive", shape)).collect();
         let proven_us = candidates.first().filter(|_| levels.len() == 1).map(|candidate| candidate.minibatch_us);
-        Ok(SearchResult { candidates, states, proven_us, ..SearchResult::nothing() })
+        Ok(SearchResult { candidates, states, proven_us, ..SearchResult::default() })
     }
 }
 
@@ -272,10 +256,4 @@ struct Searched {
 /// Returns whether the gap to the bound is too small to search further.
 fn is_near(us: f64, bound_us: f64) -> bool {
     us <= bound_us * (1.0 + 3e-5)
-}
-
-fn sources(graph: &CostGraph) -> usize {
-    let mut is_source = vec![true; graph.ops.len()];
-    graph.edges().iter().for_each(|(_, to)| is_source[to.index()] = false);
-    is_source.into_iter().filter(|is_source| *is_source).count()
 }

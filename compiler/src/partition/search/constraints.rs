@@ -1,10 +1,34 @@
 //! Resolves user constraints (`--cut-after`, `--pin`): node names, module paths and op ids become sets of ops.
 
 use crate::partition::search::fused_graph::FusedGraph;
-use crate::plan::problem::ProblemError;
+use crate::partition::search::op_sets::neighbours;
+use crate::plan::problem::{Problem, ProblemError};
 use crate::profile::cost_graph::CostGraph;
 use crate::text::name::short_name;
 use crate::text::suggest::hint;
+
+/// The number of stages, if replicas, cuts or in-flight limits are given. They must agree, and there must be devices
+/// and ops for as many stages.
+pub fn stages(problem: &Problem) -> Result<Option<usize>, ProblemError> {
+    let cuts = problem.constraints.cut_after.as_ref().map(|names| names.len() + 1);
+    let replicas = problem.constraints.replicas.as_ref().map(Vec::len);
+    let caps = problem.in_flight.given().map(<[u32]>::len);
+    let Some(stages) = cuts.or(replicas).or(caps) else { return Ok(None) };
+    if let Some(replicas) = replicas.filter(|replicas| *replicas != stages) {
+        return Err(ProblemError::Disagree { cuts: stages - 1, stages, replicas });
+    }
+    if let Some(caps) = caps.filter(|caps| *caps != stages) {
+        return Err(ProblemError::Caps { caps, stages });
+    }
+    let (devices, ops) = (problem.cluster.devices(), problem.graph.ops.len());
+    if stages as u64 > u64::from(devices) {
+        return Err(ProblemError::TooManyReplicas { wanted: stages as u64, devices });
+    }
+    if stages > ops {
+        return Err(ProblemError::TooManyStages { stages, ops });
+    }
+    Ok(Some(stages))
+}
 
 /// Returns an order of the fused ops and the stage ends in it, for cuts after each of `names`.
 ///
@@ -15,8 +39,7 @@ pub fn resolve(
     joined: &FusedGraph<'_>,
     names: &[String],
 ) -> Result<(Vec<u32>, Vec<usize>), ProblemError> {
-    let mut before: Vec<Vec<usize>> = vec![Vec::new(); graph.ops.len()];
-    graph.edges().iter().for_each(|(from, to)| before[to.index()].push(from.index()));
+    let [before, _] = neighbours(graph);
     let mut sets: Vec<(usize, &String, Vec<bool>)> = Vec::new();
     for name in names {
         let mut inside = vec![false; graph.ops.len()];
@@ -120,23 +143,15 @@ fn named(graph: &CostGraph, flag: &'static str, name: &str) -> Result<Vec<usize>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::cost_graph::{OpCost, OpId, TensorCost};
+    use crate::partition::bounds::test_graphs::of_edges;
 
     fn graph() -> CostGraph {
-        let op = |id: u32, name: &str, module: &str| OpCost {
-            id,
-            name: name.into(),
-            module: module.into(),
-            ..OpCost::default()
-        };
-        let ops = vec![op(0, "conv", "stem"), op(1, "left", "block.0"), op(2, "right", "block.1"), op(3, "add", "")];
-        let tensor = |from, to: &[u32]| TensorCost {
-            name: String::new(),
-            producer: OpId(from),
-            bytes: 1,
-            consumers: to.iter().map(|&to| OpId(to)).collect(),
-        };
-        CostGraph { ops, tensors: vec![tensor(0, &[1, 2]), tensor(1, &[3]), tensor(2, &[3])], ..CostGraph::default() }
+        let mut graph = of_edges(&[(0, 1), (0, 2), (1, 3), (2, 3)], &[1; 4]);
+        let names = [("conv", "stem"), ("left", "block.0"), ("right", "block.1"), ("add", "")];
+        for (op, (name, module)) in graph.ops.iter_mut().zip(names) {
+            (op.name, op.module) = (name.into(), module.into());
+        }
+        graph
     }
 
     fn cut(names: &[&str]) -> Result<(Vec<u32>, Vec<usize>), ProblemError> {

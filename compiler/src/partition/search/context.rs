@@ -1,6 +1,7 @@
 //! What a search is given: the problem over fused ops, its budget, and its share of the work.
 
 use crate::partition::dp::nested_partition::Shape;
+use crate::partition::options::PlannerOptions;
 use crate::partition::search::build_plan;
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::search::result::PlanCandidate;
@@ -9,12 +10,15 @@ use crate::plan::problem::Problem;
 /// Down-sets to explore if `--budget` is not set.
 pub const DEFAULT_BUDGET: u64 = 10_000;
 
-/// A problem with the search budget.
+/// A problem with the options of its search.
+#[derive(Clone, Copy)]
 pub struct SearchContext<'a> {
+    /// The problem before ops were fused.
+    pub full: &'a Problem,
     /// The problem over fused ops.
     pub problem: &'a Problem,
     pub joined: &'a FusedGraph<'a>,
-    pub budget: Option<u64>,
+    pub options: &'a PlannerOptions<'a>,
     pub among: SearchLimits,
 }
 
@@ -48,10 +52,20 @@ impl SearchLimits {
     }
 }
 
-impl SearchContext<'_> {
-    /// The same search for a problem with another device order.
+impl<'a> SearchContext<'a> {
+    /// The whole search for a problem.
+    pub fn new(
+        full: &'a Problem,
+        problem: &'a Problem,
+        joined: &'a FusedGraph<'a>,
+        options: &'a PlannerOptions<'a>,
+    ) -> SearchContext<'a> {
+        SearchContext { full, problem, joined, options, among: SearchLimits::ALONE }
+    }
+
+    /// The same search for another problem over the same fused ops.
     pub fn about<'b>(&'b self, problem: &'b Problem) -> SearchContext<'b> {
-        SearchContext { problem, joined: self.joined, budget: self.budget, among: self.among }
+        SearchContext { problem, ..*self }
     }
 
     /// Prices a shape whose stages are placed side by side.
@@ -74,8 +88,20 @@ impl SearchContext<'_> {
         spots: Vec<build_plan::StagePosition>,
         caps: Vec<u32>,
     ) -> PlanCandidate {
+        let pending_weight_grads = build_plan::pending_weight_grads(self.problem, &shape.replicas(), &caps);
+        self.priced(name, shape, spots, caps, pending_weight_grads)
+    }
+
+    /// Prices a shape whose in-flight limits and pending weight gradients are those of a schedule.
+    pub fn priced(
+        &self,
+        name: &'static str,
+        shape: Shape,
+        spots: Vec<build_plan::StagePosition>,
+        caps: Vec<u32>,
+        pending_weight_grads: Vec<u32>,
+    ) -> PlanCandidate {
         let problem = self.problem;
-        let pending_weight_grads = build_plan::pending_weight_grads(problem, &shape, &caps);
         let holdings = build_plan::holdings(problem, &shape);
         let memory = build_plan::memory(problem, &shape, &spots, &holdings, &caps, &pending_weight_grads);
         let fits = build_plan::fits(problem, &shape, &spots, &memory);

@@ -4,8 +4,11 @@
 //! difference of two nested sets can become a stage. PipeDream calls the sets states and identifies each by its
 //! antichain of last ops.
 
+use crate::partition::search::numbers::running_sums;
+use crate::partition::search::op_sets::{closures, has, insert, neighbours};
 use crate::plan::cut_bytes::CutBytes;
 use crate::plan::problem::CostModel;
+use crate::plan::stage_cost::StageRange;
 use crate::profile::cost_graph::CostGraph;
 use std::collections::HashSet;
 
@@ -49,7 +52,7 @@ impl DownSets {
         let ops = graph.ops.len();
         let words = ops.div_ceil(64);
         let (none, mut all) = (vec![0u64; words], vec![0u64; words]);
-        (0..ops).for_each(|op| all[op / 64] |= 1 << (op % 64));
+        (0..ops).for_each(|op| insert(&mut all, op));
         bits.extend([none, all]);
         let sum =
             |set: &[u64], value: &dyn Fn(usize) -> f64| (0..ops).filter(|&op| has(set, op)).map(value).sum::<f64>();
@@ -78,18 +81,9 @@ impl DownSets {
         let mut place = vec![0usize; order.len()];
         order.iter().enumerate().for_each(|(at, &op)| place[op as usize] = at);
         let cut = ends.iter().map(|&end| charged.at(|op| place[op] < end)).collect();
-        let mut compute = Vec::with_capacity(order.len() + 1);
-        let mut weights = Vec::with_capacity(order.len() + 1);
-        let (mut time, mut bytes) = (0.0, 0.0);
-        compute.push(time);
-        weights.push(bytes);
-        for &op in &order {
-            let op = &graph.ops[op as usize];
-            time += op.fwd_us + op.bwd_us;
-            bytes += op.param_bytes as f64;
-            compute.push(time);
-            weights.push(bytes);
-        }
+        let op = |&op: &u32| &graph.ops[op as usize];
+        let compute = running_sums(&order, |sum, at| sum + (op(at).fwd_us + op(at).bwd_us));
+        let weights = running_sums(&order, |sum, at| sum + op(at).param_bytes as f64);
         let pick = |values: &[f64]| ends.iter().map(|&end| values[end]).collect::<Vec<_>>();
         let (compute, weights) = (pick(&compute), pick(&weights));
         DownSets { sets: Sets::Chain { order, ends }, compute, weights, cut }
@@ -147,6 +141,19 @@ impl DownSets {
         }
     }
 
+    /// The ops between two sets as a part of a plan that takes `inner_us` on one unit.
+    pub fn range(&self, from: usize, to: usize, replicas: u32, is_first: bool, inner_us: f64) -> StageRange {
+        StageRange {
+            is_first,
+            is_last: to + 1 == self.len(),
+            replicas,
+            inner_us,
+            weight_bytes: self.weights[to] - self.weights[from],
+            in_bytes: self.cut[from],
+            out_bytes: self.cut[to],
+        }
+    }
+
     pub fn between(&self, inner: usize, outer: usize) -> Vec<u32> {
         match &self.sets {
             Sets::Chain { order, ends } => {
@@ -163,30 +170,12 @@ impl DownSets {
     }
 }
 
-fn has(set: &[u64], op: usize) -> bool {
-    set[op / 64] >> (op % 64) & 1 == 1
-}
-
 fn closed_sets(graph: &CostGraph, growth: Growth, budget: usize) -> Option<Vec<Vec<u64>>> {
     let ops = graph.ops.len();
-    let words = ops.div_ceil(64);
-    let mut before: Vec<Vec<usize>> = vec![Vec::new(); ops];
-    let mut after: Vec<Vec<usize>> = vec![Vec::new(); ops];
-    for (from, to) in graph.edges() {
-        before[to.index()].push(from.index());
-        after[from.index()].push(to.index());
-    }
+    let [before, after] = neighbours(graph);
     // Each op with its predecessors; ops are in topological order.
-    let mut closure: Vec<Vec<u64>> = Vec::with_capacity(ops);
-    for op in 0..ops {
-        let mut set = vec![0u64; words];
-        set[op / 64] |= 1 << (op % 64);
-        for &from in &before[op] {
-            closure[from].iter().zip(&mut set).for_each(|(word, set)| *set |= word);
-        }
-        closure.push(set);
-    }
-    let empty = vec![0u64; words];
+    let closure = closures(&before, 0..ops);
+    let empty = vec![0u64; ops.div_ceil(64)];
     let mut seen: HashSet<Vec<u64>> = HashSet::from([empty.clone()]);
     let mut found = vec![empty];
     let mut next = 0;
@@ -225,24 +214,13 @@ fn closed_sets(graph: &CostGraph, growth: Growth, budget: usize) -> Option<Vec<V
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::cost_graph::{OpCost, OpId, TensorCost};
-
-    fn graph(ops: u32, edges: &[(u32, u32)]) -> CostGraph {
-        let op = |id| OpCost { id, fwd_us: 1.0, bwd_us: 1.0, out_bytes: 10 << id, ..OpCost::default() };
-        let tensor = |producer: u32| TensorCost {
-            name: format!("t{producer}"),
-            producer: OpId(producer),
-            bytes: 10 << producer,
-            consumers: edges.iter().filter(|(from, _)| *from == producer).map(|(_, to)| OpId(*to)).collect(),
-        };
-        CostGraph { ops: (0..ops).map(op).collect(), tensors: (0..ops).map(tensor).collect(), ..CostGraph::default() }
-    }
+    use crate::partition::bounds::test_graphs::of_edges;
 
     const COST: CostModel = CostModel::Pipedream;
 
     #[test]
     fn a_diamond_has_its_closed_sets() {
-        let diamond = graph(4, &[(0, 1), (0, 2), (1, 3), (2, 3)]);
+        let diamond = of_edges(&[(0, 1), (0, 2), (1, 3), (2, 3)], &[10, 20, 40, 80]);
         let space = DownSets::grow(&diamond, COST, Growth::FirstSource, 100).unwrap();
         // {}, {0}, {0,1}, {0,2}, {0,1,2}, all
         assert_eq!(space.len(), 6);
@@ -256,9 +234,10 @@ mod tests {
 
     #[test]
     fn parts_that_nothing_joins_are_all_covered() {
-        let space = DownSets::grow(&graph(4, &[(0, 2), (1, 3)]), COST, Growth::FirstSource, 100).unwrap();
+        let graph = of_edges(&[(0, 2), (1, 3)], &[10, 20, 40, 80]);
+        let space = DownSets::grow(&graph, COST, Growth::FirstSource, 100).unwrap();
         assert_eq!(space.between(0, space.len() - 1), [0, 1, 2, 3]);
-        let all = DownSets::grow(&graph(4, &[(0, 2), (1, 3)]), COST, Growth::All, 100).unwrap();
+        let all = DownSets::grow(&graph, COST, Growth::All, 100).unwrap();
         assert_eq!(all.len(), 9);
     }
 
@@ -266,14 +245,7 @@ mod tests {
     fn wide_graphs_stop_at_the_budget() {
         let edges: Vec<_> =
             (0..24).flat_map(|chain| (0..23).map(move |at| (chain * 24 + at, chain * 24 + at + 1))).collect();
-        let mut bomb = graph(1, &[]);
-        for id in 1..576 {
-            bomb.ops.push(OpCost { id, fwd_us: 1.0, ..OpCost::default() });
-        }
-        for (from, to) in edges {
-            let (producer, consumers) = (OpId(from), vec![OpId(to)]);
-            bomb.tensors.push(TensorCost { name: String::new(), producer, bytes: 1, consumers });
-        }
+        let bomb = of_edges(&edges, &[1; 576]);
         assert!(DownSets::grow(&bomb, COST, Growth::All, 5000).is_none());
     }
 }

@@ -6,7 +6,6 @@
 use crate::partition::search::build_plan::{self, Placed, Recompute, StageCosts, StagePosition};
 use crate::partition::search::range_costs::RangeCosts;
 use crate::plan::cost_estimate::{FlowQuery, outlook};
-use crate::plan::in_flight;
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::{Problem, Recomputation};
 use crate::plan::tied;
@@ -82,13 +81,8 @@ impl<'a> Evaluator<'a> {
 
     fn spots(&self, wanted: &Stages) -> Vec<StagePosition> {
         let recompute = self.problem.recomputation().is_full().into();
-        let mut next = 0;
-        let spot = |(at, &replicas): (usize, &u32)| {
-            let first = wanted.firsts.as_ref().map_or(next, |firsts| firsts[at]);
-            next = first + replicas;
-            StagePosition { first, recompute }
-        };
-        wanted.replicas.iter().enumerate().map(spot).collect()
+        let firsts = wanted.firsts.clone().unwrap_or_else(|| build_plan::firsts(&wanted.replicas));
+        firsts.into_iter().map(|first| StagePosition { first, recompute }).collect()
     }
 
     /// The stages if they fit, recomputed where they do not fit otherwise. `None` also if the closed form is above
@@ -107,7 +101,9 @@ impl<'a> Evaluator<'a> {
         let mut recomputed = vec![if full { 1.0 } else { 0.0 }; spots.len()];
         let mut is_slower = false;
         let mut memory = Vec::with_capacity(spots.len());
-        for (at, multiples) in self.multiples(wanted, &caps).into_iter().enumerate() {
+        let pending = build_plan::pending_weight_grads(problem, &wanted.replicas, &caps);
+        let multiples = build_plan::multiples(problem, &wanted.replicas, &caps, &pending);
+        for (at, multiples) in multiples.into_iter().enumerate() {
             let (first, replicas) = (spots[at].first, wanted.replicas[at]);
             let limit = problem.limit_of(first..first + replicas).unwrap_or(u64::MAX);
             let terms = self.range(wanted, at).terms;
@@ -166,12 +162,6 @@ impl<'a> Evaluator<'a> {
             more => (cap + more).min(self.problem.microbatches.div_ceil(*replicas).max(cap)),
         };
         rule.into_iter().zip(&stages.more).zip(&stages.replicas).map(raised).collect()
-    }
-
-    fn multiples(&self, stages: &Stages, caps: &[u32]) -> Vec<MemoryMultipliers> {
-        let flow = build_plan::flow(self.problem, self.problem.cluster.devices());
-        let pending = in_flight::pending_weight_grads(&flow, &stages.replicas, caps);
-        build_plan::multiples(self.problem, &stages.replicas, caps, &pending)
     }
 
     fn range(&mut self, stages: &Stages, at: usize) -> &mut Range {

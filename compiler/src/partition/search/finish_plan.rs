@@ -3,10 +3,14 @@
 use crate::cluster::class;
 use crate::partition::bounds::flush_bound::FlushBound;
 use crate::partition::bounds::lower_bound::slowest_op_us;
+use crate::partition::options::PlannerOptions;
 use crate::partition::search::build_plan;
+use crate::partition::search::constraints;
+use crate::partition::search::context::SearchContext;
 use crate::partition::search::in_flight::ENOUGH;
 use crate::partition::search::numbers::same;
 use crate::partition::search::result::{PlanCandidate, SearchResult, baseline_times};
+use crate::partition::search::select::Simulated;
 use crate::partition::search::simulate_candidate::{LINKS, Played};
 use crate::plan::buckets;
 use crate::plan::check::error::PlanFault;
@@ -20,32 +24,27 @@ use crate::profile::precision::Precision;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-pub struct Statement<'a> {
-    pub found: &'a SearchResult,
-    /// Single device, data parallelism, uniform pipeline.
-    pub baselines: &'a [PlanCandidate; 3],
-    pub method: &'a str,
-    pub partitioner: &'a str,
-    pub budget: Option<u64>,
-    pub seed: u64,
-    /// In-flight limits and simulated time of the chosen candidate.
-    pub played: &'a Played,
-    pub is_played: bool,
-    /// The problem over fused ops, as searched.
-    pub asked: &'a Problem,
-    /// Notes on how the user's constraints were interpreted; they become warnings.
-    pub notes: Vec<String>,
-}
-
 /// Builds and verifies the plan. A fault is a bug in the partitioner.
-pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'_>) -> Result<Plan, Vec<PlanFault>> {
-    let Statement { found, baselines, .. } = statement;
-    let mut warnings = statement.notes.clone();
+///
+/// `found` are the other candidates, `baselines` single device, data parallelism and uniform pipeline. `is_pinned` is
+/// true if constraints fixed the stages, so that the partitioner had no choice.
+pub fn finish(
+    question: &SearchContext<'_>,
+    best: &Simulated,
+    found: &SearchResult,
+    baselines: &[PlanCandidate; 3],
+    is_pinned: bool,
+) -> Result<Plan, Vec<PlanFault>> {
+    let &SearchContext { full: problem, options, .. } = question;
+    let Simulated { candidate: chosen, played } = best;
+    let method = if is_pinned { "pinned" } else { options.partitioner.name() };
+    let names = problem.constraints.cut_after.as_deref().unwrap_or_default();
+    let mut warnings = constraints::moved(question.joined, names);
     let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
-    let bound_us = bound_us(statement.asked, chosen, found);
-    let Played { caps, minibatch_us, held, warning, .. } = statement.played.clone();
+    let bound_us = bound_us(question.problem, chosen, found);
+    let Played { caps, minibatch_us, held, warning, .. } = played.clone();
     let (lower_bound_us, proven_optimal) =
-        certificate(statement.asked, chosen.minibatch_us, minibatch_us, bound_us, statement.is_played);
+        certificate(question.problem, chosen.minibatch_us, minibatch_us, bound_us, options.efficiency.is_some());
     if problem.schedule.is_custom() {
         warnings.push(
             "predicted times are estimates for a flush, not for this table; run `pipec simulate` for the table".into(),
@@ -100,10 +99,10 @@ pub fn finish(problem: &Problem, chosen: &PlanCandidate, statement: &Statement<'
         lower_bound_us,
         proven_optimal,
         baselines: baseline_times(baselines),
-        search: Search { method: statement.method.to_string(), states: found.states, fallback: found.fallback.clone() },
+        search: Search { method: method.to_string(), states: found.states, fallback: found.fallback.clone() },
         warnings,
-        seed: statement.seed,
-        options: options(problem, statement),
+        seed: options.seed,
+        options: settings(problem, options),
         digest: None,
         extra: BTreeMap::new(),
     };
@@ -223,66 +222,57 @@ fn predicted(problem: &Problem, chosen: &PlanCandidate, minibatch_us: f64, stage
     let operations = operations(problem, chosen);
     let samples = problem.micro_batch as f64 * f64::from(problem.microbatches);
     let rate = |us: f64| if us > 0.0 { samples * 1e6 / us } else { 0.0 };
-    if problem.cost == CostModel::Pipec {
+    let (step_us, throughput_per_s, bubble) = if problem.cost == CostModel::Pipec {
         let asked = build_plan::asked(problem);
         let looked =
             |asked: &FlowQuery| build_plan::outlook(problem, asked, &chosen.shape, &chosen.spots, &chosen.caps);
         let CostEstimate { step_us, bubble, .. } = looked(&asked);
-        // Throughput is set by the slowest stage, because micro-batches overlap.
-        let following = looked(&FlowQuery { latency: false, ..asked }).step_us;
-        let Some(objective) = objective_us else {
-            let throughput_per_s = rate(following);
-            return Predicted { minibatch_us, objective_us, step_us, throughput_per_s, bubble, ..operations };
-        };
-        // Busy time is unchanged; only the total differs.
-        let busy_us = (1.0 - bubble) * objective;
-        let flushes = !problem.schedule.is_continuous();
-        let bubble = if flushes && minibatch_us > 0.0 { (1.0 - busy_us / minibatch_us).max(0.0) } else { bubble };
-        let (step_us, throughput_per_s) = (minibatch_us, rate(minibatch_us));
-        return Predicted { minibatch_us, objective_us, step_us, throughput_per_s, bubble, ..operations };
-    }
-    let (m, p) = (f64::from(problem.microbatches), stages as f64);
-    let fill = if problem.schedule.is_continuous() { 0.0 } else { p - 1.0 };
-    let step_us = minibatch_us * (m + fill);
-    let (throughput_per_s, bubble) = (rate(step_us), fill / (m + fill));
+        match objective_us {
+            // Throughput is set by the slowest stage, because micro-batches overlap.
+            None => (step_us, rate(looked(&FlowQuery { latency: false, ..asked }).step_us), bubble),
+            // Busy time is unchanged; only the total differs.
+            Some(objective) if !problem.schedule.is_continuous() && minibatch_us > 0.0 => {
+                let busy_us = (1.0 - bubble) * objective;
+                (minibatch_us, rate(minibatch_us), (1.0 - busy_us / minibatch_us).max(0.0))
+            }
+            Some(_) => (minibatch_us, rate(minibatch_us), bubble),
+        }
+    } else {
+        let (m, p) = (f64::from(problem.microbatches), stages as f64);
+        let fill = if problem.schedule.is_continuous() { 0.0 } else { p - 1.0 };
+        let step_us = minibatch_us * (m + fill);
+        (step_us, rate(step_us), fill / (m + fill))
+    };
     Predicted { minibatch_us, objective_us, step_us, throughput_per_s, bubble, ..operations }
 }
 
-fn options(problem: &Problem, statement: &Statement<'_>) -> BTreeMap<String, Value> {
-    let mut all = BTreeMap::from([
-        ("partitioner".to_string(), json!(statement.partitioner)),
-        ("optimizer_state".to_string(), json!(problem.optimizer_state)),
-    ]);
-    if problem.bucket.0 != buckets::USUAL_BYTES {
-        all.insert("bucket_bytes".to_string(), json!(problem.bucket.0));
-    }
-    if problem.zero.level > 0 {
-        all.insert("zero".to_string(), json!(problem.zero.level));
-        if problem.zero.degree > 0 {
-            all.insert("shard_degree".to_string(), json!(problem.zero.degree));
-        }
-    }
+/// The settings of the search, as plans state them.
+fn settings(problem: &Problem, options: &PlannerOptions<'_>) -> BTreeMap<String, Value> {
     let in_flight = match &problem.in_flight {
         InFlight::Auto => json!("auto"),
         InFlight::Pipedream => json!("pipedream"),
         InFlight::Given(caps) => json!(caps),
     };
-    all.insert("in_flight".to_string(), in_flight);
-    let mut add = |name: &str, value: Option<Value>| {
-        if let Some(value) = value {
-            all.insert(name.to_string(), value);
-        }
-    };
-    add("activation_compression", problem.activation_compression.map(|ratio| json!(ratio)));
-    add("budget", statement.budget.map(|budget| json!(budget)));
-    add("stages", problem.constraints.replicas.as_ref().map(|replicas| json!(replicas)));
     let constraints = &problem.constraints;
     let pins: Vec<String> = constraints.pins.iter().map(|(name, stage)| format!("{name}={stage}")).collect();
-    add("pin", (!pins.is_empty()).then(|| json!(pins)));
-    add("max_stages", constraints.most_stages.map(|most| json!(most)));
-    add("recompute", (problem.recompute != Recomputation::Auto).then(|| json!(problem.recompute.name())));
-    add("no_replication", constraints.no_replication.then_some(json!(true)));
-    add("target", constraints.target.map(|target| json!(target.name())));
-    add("cut_after", problem.constraints.cut_after.as_ref().map(|names| json!(names)));
-    all
+    let (zero, is_grouped) = (problem.zero, problem.zero.level > 0 && problem.zero.degree > 0);
+    let all = [
+        ("partitioner", Some(json!(options.partitioner.name()))),
+        ("optimizer_state", Some(json!(problem.optimizer_state))),
+        ("bucket_bytes", (problem.bucket.0 != buckets::USUAL_BYTES).then(|| json!(problem.bucket.0))),
+        ("zero", (zero.level > 0).then(|| json!(zero.level))),
+        ("shard_degree", is_grouped.then(|| json!(zero.degree))),
+        ("in_flight", Some(in_flight)),
+        ("activation_compression", problem.activation_compression.map(|ratio| json!(ratio))),
+        ("budget", options.budget.map(|budget| json!(budget))),
+        ("time_limit", options.time_limit.map(|limit| json!(limit.as_secs_f64()))),
+        ("stages", constraints.replicas.as_ref().map(|replicas| json!(replicas))),
+        ("pin", (!pins.is_empty()).then(|| json!(pins))),
+        ("max_stages", constraints.most_stages.map(|most| json!(most))),
+        ("recompute", (problem.recompute != Recomputation::Auto).then(|| json!(problem.recompute.name()))),
+        ("no_replication", constraints.no_replication.then_some(json!(true))),
+        ("target", constraints.target.map(|target| json!(target.name()))),
+        ("cut_after", constraints.cut_after.as_ref().map(|names| json!(names))),
+    ];
+    all.into_iter().filter_map(|(name, value)| Some((name.to_string(), value?))).collect()
 }

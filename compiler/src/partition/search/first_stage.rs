@@ -5,7 +5,7 @@
 //! stage, so it runs once for each.
 
 use crate::plan::in_flight::StageInFlight;
-use crate::plan::problem::{InFlight, Problem};
+use crate::plan::problem::Problem;
 use crate::plan::schedule::VersionRule;
 
 pub fn matters(problem: &Problem) -> bool {
@@ -19,10 +19,7 @@ pub fn matters(problem: &Problem) -> bool {
 /// All combinations of replica count and in-flight count that the problem allows for the first stage.
 pub fn each(problem: &Problem) -> impl Iterator<Item = StageInFlight> + use<> {
     let (devices, room) = (problem.cluster.devices(), problem.room);
-    let given = match &problem.in_flight {
-        InFlight::Given(caps) => caps.first().copied(),
-        _ => None,
-    };
+    let given = problem.in_flight.given().and_then(|caps| caps.first().copied());
     (1..=devices).flat_map(move |replicas| {
         // The published rule gives ceil(workers / replicas): at least 1, at most all devices divided by the replicas.
         let published = 1u32.saturating_add(room)..=devices.div_ceil(replicas).saturating_add(room);

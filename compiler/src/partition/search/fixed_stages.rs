@@ -8,17 +8,15 @@
 //! Stages need not fill whole groups; a cluster of several levels counts as one level at its slowest bandwidth.
 
 use crate::partition::dp::nested_partition::Shape;
+use crate::partition::search::downsets::DownSets;
 use crate::partition::search::fused_graph::FusedGraph;
-use crate::partition::search::linear_order;
-use crate::partition::search::linear_order::LinearOrder;
+use crate::partition::search::linear_order::{self, LinearOrder};
 use crate::partition::search::numbers::largest;
 use crate::partition::search::{build_plan, constraints, linear_search};
 use crate::plan::gradient_buffers::GradientBuffers;
-use crate::plan::in_flight::{First, Position, ScheduleFlow, StageInFlight};
-use crate::plan::memory::MemoryMultipliers;
-use crate::plan::problem::{InFlight, Problem, ProblemError};
-use crate::plan::stage_cost::{self, LevelCost, StageCost, StageRange};
-use crate::plan::zero::Zero;
+use crate::plan::in_flight::{First, Position, StageInFlight};
+use crate::plan::problem::{Problem, ProblemError};
+use crate::plan::stage_cost::{self, LevelCost, StageCost};
 
 /// The best shapes that obey the constraints, one per linear order; empty if nothing fits.
 ///
@@ -27,29 +25,11 @@ pub fn shapes(problem: &Problem, joined: &FusedGraph<'_>, least_memory: bool) ->
     let (graph, cost) = (&problem.graph, StageCost::of(problem));
     let flattened = problem.cluster.flattened();
     let level = stage_cost::levels(&flattened)[0];
-    let caps = match &problem.in_flight {
-        InFlight::Given(caps) => Some(caps.as_slice()),
-        _ => None,
-    };
     let replicas = problem.constraints.replicas.as_deref();
     let units = u64::from(level.count);
     let fixed =
         problem.constraints.cut_after.as_ref().map(|names| constraints::resolve(graph, joined, names)).transpose()?;
-    let cut_stages = fixed.as_ref().map(|(_, ends)| ends.len() - 1);
-    let stages = cut_stages.or(replicas.map(<[u32]>::len)).or(caps.map(<[u32]>::len)).unwrap_or(1);
-    if let Some(replicas) = replicas.filter(|replicas| replicas.len() != stages) {
-        return Err(ProblemError::Disagree { cuts: stages - 1, stages, replicas: replicas.len() });
-    }
-    if let Some(caps) = caps.filter(|caps| caps.len() != stages) {
-        return Err(ProblemError::Caps { caps: caps.len(), stages });
-    }
-    if stages as u64 > units {
-        let wanted = stages as u64;
-        return Err(ProblemError::TooManyReplicas { wanted, devices: level.count });
-    }
-    if stages > graph.ops.len() {
-        return Err(ProblemError::TooManyStages { stages, ops: graph.ops.len() });
-    }
+    let stages = constraints::stages(problem)?.unwrap_or(1);
     let steps = |places: usize| {
         let choices = if replicas.is_some() { 1.0 } else { (units * units) as f64 / 2.0 };
         (places * places) as f64 / 2.0 * stages as f64 * choices
@@ -73,44 +53,20 @@ pub fn shapes(problem: &Problem, joined: &FusedGraph<'_>, least_memory: bool) ->
     };
     let passing = GradientBuffers::of(&problem.cluster);
     let solve = |(order, ends): (Vec<u32>, Vec<usize>)| {
-        let line = LinearOrder::new(graph, cost.model, order, ends, passing);
-        let settings = Pinned {
-            line: &line,
-            cost: &cost,
-            level,
-            flow: build_plan::flow(problem, level.count),
-            optimizer_state: problem.optimizer_state,
-            zero: problem.zero,
-            in_place: problem.reduces_in_place(),
-            stages,
-            replicas,
-            caps,
-            memory_limit: problem.memory_limit.map(|limit| limit.0).filter(|_| !least_memory),
-            least_memory,
-        };
-        pinned(&settings).map(|(_, shape)| shape)
+        let line = LinearOrder::over(graph, DownSets::chain(graph, cost.model, order, ends), passing);
+        pinned(&Pinned { problem, line: &line, level, stages, least_memory })
     };
     Ok(lines.into_iter().filter_map(solve).collect())
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct Pinned<'a> {
-    pub line: &'a LinearOrder,
-    pub cost: &'a StageCost,
-    pub level: LevelCost,
-    /// Determines in-flight counts; `workers` is an upper bound.
-    pub flow: ScheduleFlow,
-    pub optimizer_state: f64,
-    pub zero: Zero,
-    pub in_place: bool,
-    pub stages: usize,
-    /// Replicas of each stage; `None` leaves them free.
-    pub replicas: Option<&'a [u32]>,
-    /// In-flight cap of each stage; `None` uses the schedule's rule.
-    pub caps: Option<&'a [u32]>,
-    pub memory_limit: Option<u64>,
+struct Pinned<'a> {
+    problem: &'a Problem,
+    line: &'a LinearOrder,
+    level: LevelCost,
+    stages: usize,
     /// Minimises the peak stage memory instead of the time.
-    pub least_memory: bool,
+    least_memory: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -120,10 +76,11 @@ struct Entry {
     replicas: usize,
 }
 
-/// Returns the best value (microseconds or bytes) and its shape, or `None` if nothing fits.
-pub fn pinned(settings: &Pinned<'_>) -> Option<(f64, Shape)> {
+/// The shape with the least time or memory; `None` if nothing fits.
+fn pinned(settings: &Pinned<'_>) -> Option<Shape> {
     let space = &settings.line.space;
     let places = space.len();
+    let given = settings.problem.constraints.replicas.as_deref();
     let units = settings.level.count as usize;
     let width = units + 1;
     if settings.stages == 0 || settings.stages > units || settings.stages >= places {
@@ -135,14 +92,14 @@ pub fn pinned(settings: &Pinned<'_>) -> Option<(f64, Shape)> {
     for after in 0..settings.stages {
         let stage = settings.stages - 1 - after;
         let mut table = vec![none; places * width];
-        let choices = match settings.replicas {
+        let choices = match given {
             Some(replicas) => replicas[stage] as usize..=replicas[stage] as usize,
             None => 1..=units,
         };
         // A stage needs at least one place per earlier stage before it and one per later stage after it.
         let starts = if stage == 0 { 0..1 } else { stage..places - 1 - after };
         // Given replicas also fix the number of workers in later stages.
-        let rests = match settings.replicas {
+        let rests = match given {
             Some(replicas) => {
                 let rest = replicas[stage + 1..].iter().fold(0usize, |sum, &one| sum.saturating_add(one as usize));
                 rest..rest.saturating_add(1)
@@ -183,54 +140,37 @@ pub fn pinned(settings: &Pinned<'_>) -> Option<(f64, Shape)> {
         at = end;
         left -= replicas;
     }
-    Some((best, Shape::flat(stages, true)))
+    Some(Shape::flat(stages, true))
 }
 
 fn value(settings: &Pinned<'_>, stage: usize, from: usize, end: usize, replicas: u32, workers_after: u32) -> f64 {
-    let space = &settings.line.space;
+    let Pinned { problem, line, level, least_memory, .. } = settings;
+    let (given_caps, given_replicas) = (problem.in_flight.given(), problem.constraints.replicas.as_deref());
+    let flow = build_plan::flow(problem, level.count);
     let position = Position { replicas, workers_after };
-    let rule = || settings.flow.in_flight(position);
-    let in_flight = settings.caps.map_or_else(rule, |caps| caps[stage]);
+    let rule = || flow.in_flight(position);
+    let in_flight = given_caps.map_or_else(rule, |caps| caps[stage]);
     let own = StageInFlight { replicas, in_flight };
-    let first = match (settings.caps, settings.replicas) {
+    let first = match (given_caps, given_replicas) {
         _ if from == 0 => First::Known(own),
         (Some(caps), Some(replicas)) => First::Known(StageInFlight { replicas: replicas[0], in_flight: caps[0] }),
         (Some(caps), None) => First::Capped(caps[0]),
         (None, Some(replicas)) => {
             let workers_after = replicas[1..].iter().fold(0u32, |sum, &one| sum.saturating_add(one));
-            let in_flight = settings.flow.in_flight(Position { replicas: replicas[0], workers_after });
+            let in_flight = flow.in_flight(Position { replicas: replicas[0], workers_after });
             First::Known(StageInFlight { replicas: replicas[0], in_flight })
         }
         (None, None) => First::Unknown,
     };
-    let multiples = MemoryMultipliers {
-        in_flight,
-        pending_weight_grads: settings.flow.pending_weight_grads(position, in_flight),
-        versions: settings.flow.versions(own, first),
-        late: settings.flow.late(own, first),
-        replicas,
-        recompute: false,
-        zero: settings.zero,
-        in_place: settings.in_place,
-        optimizer_state: settings.optimizer_state,
-        schedule: settings.flow.schedule,
-        microbatches: settings.flow.microbatches,
-    };
-    let total = settings.line.holdings(from, end).held(&multiples).total;
-    if settings.least_memory {
+    let multiples = build_plan::multiples_at(problem, &flow, position, in_flight, first);
+    let total = line.holdings(from, end).held(&multiples).total;
+    if *least_memory {
         return total as f64;
     }
-    if settings.memory_limit.is_some_and(|limit| total > limit) {
+    if problem.memory_limit.is_some_and(|limit| total > limit.0) {
         return f64::INFINITY;
     }
-    let part = StageRange {
-        is_first: from == 0,
-        is_last: end + 1 == space.len(),
-        replicas,
-        inner_us: space.compute[end] - space.compute[from],
-        weight_bytes: space.weights[end] - space.weights[from],
-        in_bytes: space.cut[from],
-        out_bytes: space.cut[end],
-    };
-    settings.cost.part_us(&settings.level, &part)
+    let space = &line.space;
+    let part = space.range(from, end, replicas, from == 0, space.compute[end] - space.compute[from]);
+    StageCost::of(problem).part_us(level, &part)
 }

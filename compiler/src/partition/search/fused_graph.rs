@@ -18,7 +18,7 @@ pub struct FusedGraph<'a> {
     place: Vec<u32>,
     /// For each fused op: the ids of its ops, ascending.
     members: Vec<Vec<u32>>,
-    leaders: Vec<u32>,
+    pub leaders: Vec<u32>,
 }
 
 impl<'a> FusedGraph<'a> {
@@ -37,14 +37,6 @@ impl<'a> FusedGraph<'a> {
 
     pub fn place(&self, op: usize) -> usize {
         self.place[op] as usize
-    }
-
-    pub fn len(&self) -> usize {
-        self.leaders.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.leaders.is_empty()
     }
 
     /// The op that a fused op is named after.
@@ -181,23 +173,13 @@ mod tests {
             joins: joins.map(OpId),
             ..OpCost::default()
         };
-        let tensor = |from: u32, to: &[u32]| TensorCost {
-            name: format!("t{from}"),
-            producer: OpId(from),
-            bytes: 100,
-            consumers: to.iter().map(|&to| OpId(to)).collect(),
-        };
+        let readers: [&[u32]; 6] = [&[1, 5], &[3], &[3], &[5], &[5], &[]];
+        let tensor =
+            |from: u32| TensorCost { name: format!("t{from}"), ..TensorCost::new(from, 100, readers[from as usize]) };
         let joins = [Some(3), Some(3), None, None, Some(5), None];
         CostGraph {
             ops: joins.iter().enumerate().map(|(id, joins)| op(id as u32, *joins)).collect(),
-            tensors: vec![
-                tensor(0, &[1, 5]),
-                tensor(1, &[3]),
-                tensor(2, &[3]),
-                tensor(3, &[5]),
-                tensor(4, &[5]),
-                tensor(5, &[]),
-            ],
+            tensors: (0..6).map(tensor).collect(),
             params: vec![ParamCost::new("w", 7, vec![OpId(0), OpId(3), OpId(4)])],
             ..CostGraph::default()
         }
@@ -245,15 +227,10 @@ mod tests {
             joins: (id % 3 != 2).then(|| OpId(id / 3 * 3 + 2)),
             ..OpCost::default()
         };
-        let tensor = |id: u32| TensorCost {
-            name: format!("t{id}"),
-            producer: OpId(id),
-            bytes: 7 << id,
-            consumers: [id + 1, id + 4]
-                .into_iter()
-                .filter(|&to| to < 12 && (to == id + 1 || id % 3 == 2))
-                .map(OpId)
-                .collect(),
+        let tensor = |id: u32| {
+            let is_read = |to: &u32| *to < 12 && (*to == id + 1 || id % 3 == 2);
+            let readers: Vec<u32> = [id + 1, id + 4].into_iter().filter(is_read).collect();
+            TensorCost { name: format!("t{id}"), ..TensorCost::new(id, 7 << id, &readers) }
         };
         let params = [vec![0, 1], vec![4], vec![1, 5, 10], vec![7, 8]];
         let param = |(at, users): (usize, &Vec<u32>)| {
@@ -287,11 +264,8 @@ mod tests {
                     (0..ops).map(|op| (from..to).contains(&(op / per))).collect()
                 };
                 let whole = MemoryTerms::of(&full, (&flows[0], &costs[0]), &inside(12, 3), &passing);
-                assert_eq!(
-                    MemoryTerms::of(&small, (&flows[1], &costs[1]), &inside(4, 1), &passing),
-                    whole,
-                    "{from}..{to}"
-                );
+                let fused = MemoryTerms::of(&small, (&flows[1], &costs[1]), &inside(4, 1), &passing);
+                assert_eq!(fused, whole, "{from}..{to}");
             }
         }
     }

@@ -17,15 +17,13 @@
 //! flight, less memory.
 
 use crate::partition::dp::nested_partition::Shape;
-use crate::partition::options::PlannerOptions;
 use crate::partition::search::build_plan::{self, StagePosition};
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::evaluate::{Evaluator, Stages};
 use crate::partition::search::linear_order;
 use crate::partition::search::range_costs::RangeCosts;
 use crate::partition::search::result::PlanCandidate;
-use crate::partition::search::select::plays;
-use crate::partition::search::simulate_candidate::Played;
+use crate::partition::search::select::{Simulated, plays};
 use crate::partition::search::starts::{Layout, Order, Starts};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
@@ -65,20 +63,6 @@ const ALIKE: f64 = 0.005;
 /// With a flush, a plan whose closed form is above this multiple of the best time is not simulated.
 const HOPELESS: f64 = 1.6;
 
-/// What a climb may change besides the cuts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Freedom {
-    replicas: bool,
-    limits: bool,
-}
-
-/// A simulated plan.
-#[derive(Clone)]
-pub struct Simulated {
-    pub candidate: PlanCandidate,
-    pub played: Played,
-}
-
 /// A layout as good as the fastest.
 #[derive(Clone)]
 struct Kept {
@@ -90,11 +74,10 @@ struct Kept {
 
 struct Climb<'a> {
     problem: &'a Problem,
-    /// The problem before ops were fused.
-    original: &'a Problem,
     context: &'a SearchContext<'a>,
-    options: &'a PlannerOptions<'a>,
-    freedom: Freedom,
+    /// What may change besides the cuts: replicas, and limits on micro-batches in flight.
+    has_free_replicas: bool,
+    has_free_limits: bool,
     orders: &'a [Order],
     evaluators: Vec<Evaluator<'a>>,
     /// The work is divided by this number.
@@ -109,29 +92,24 @@ struct Climb<'a> {
 /// The best plan found from these, the best first, and the number of plans that were simulated, with one `part`-th of the
 /// work. `None` if nothing may be changed, or nothing is better.
 pub fn improve(
-    original: &Problem,
     context: &SearchContext<'_>,
-    options: &PlannerOptions<'_>,
     best: &Simulated,
     others: &[PlanCandidate],
     part: u64,
 ) -> (Option<Simulated>, u64) {
     let problem = context.problem;
     let constraints = &problem.constraints;
-    if constraints.cut_after.is_some() || !constraints.pins.is_empty() || !may_improve(problem, options) {
+    if constraints.cut_after.is_some() || !constraints.pins.is_empty() || !may_improve(context) {
         return (None, 0);
     }
-    let is_given = constraints.replicas.is_some() || matches!(problem.in_flight, InFlight::Given(_));
-    let freedom = Freedom {
-        replicas: !is_given
-            && !problem.cluster.is_mixed()
-            && !constraints.no_replication
-            && !constraints.has_equal_replicas(),
-        limits: problem.schedule.takes_caps() && problem.in_flight == InFlight::Auto && constraints.target.is_none(),
-    };
+    let is_given = constraints.replicas.is_some() || problem.in_flight.given().is_some();
+    let has_free_replicas =
+        !is_given && !problem.cluster.is_mixed() && !constraints.no_replication && !constraints.has_equal_replicas();
+    let has_free_limits =
+        problem.schedule.takes_caps() && problem.in_flight == InFlight::Auto && constraints.target.is_none();
     let mut starts = Starts::new(context);
     let mut first = starts.layout_of(&best.candidate);
-    if freedom.limits && !problem.schedule.flushes() {
+    if has_free_limits && !problem.schedule.flushes() {
         let rule = build_plan::caps(problem, &first.stages.replicas);
         let more =
             best.played.caps.iter().zip(rule).map(|(cap, rule)| cap.saturating_sub(rule).min(MOST_WITHOUT_FLUSH));
@@ -141,7 +119,7 @@ pub fn improve(
         let layout = starts.layout_of(other);
         starts.layouts.push(layout);
     }
-    if freedom.replicas || constraints.replicas.is_some() {
+    if has_free_replicas || constraints.replicas.is_some() {
         starts.add_balanced_layouts();
     }
     let Starts { orders, layouts, .. } = starts;
@@ -150,11 +128,10 @@ pub fn improve(
         orders.iter().map(|order| RangeCosts::new(&problem.graph, &order.space, passing)).collect();
     let evaluators = orders.iter().zip(&costs).map(|(order, costs)| Evaluator::new(problem, &order.ops, costs));
     let mut climb = Climb {
-        original,
         problem,
         context,
-        options,
-        freedom,
+        has_free_replicas,
+        has_free_limits,
         orders: &orders,
         evaluators: evaluators.collect(),
         part,
@@ -169,10 +146,11 @@ pub fn improve(
 }
 
 /// True if plans of this problem are compared by their simulated times, and their cuts may change.
-pub fn may_improve(problem: &Problem, options: &PlannerOptions<'_>) -> bool {
+pub fn may_improve(context: &SearchContext<'_>) -> bool {
+    let problem = context.problem;
     let is_timed = problem.cost == CostModel::Pipec && problem.objective == Objective::Throughput;
     let is_cut = problem.chunks == 1 && problem.graph.ops.len() > 1 && !problem.schedule.is_custom();
-    is_timed && is_cut && options.efficiency.is_some()
+    is_timed && is_cut && context.options.efficiency.is_some()
 }
 
 impl Climb<'_> {
@@ -219,7 +197,7 @@ impl Climb<'_> {
             self.climb(best.us, best.layout);
         }
         let mut simplest = self.simplest()?;
-        if self.freedom.limits && self.problem.schedule.flushes() {
+        if self.has_free_limits && self.problem.schedule.flushes() {
             self.work += WORK_OF_LIMITS / self.part;
             self.lower_limits(simplest.layout.clone());
             simplest = self.simplest().unwrap_or(simplest);
@@ -231,7 +209,7 @@ impl Climb<'_> {
     /// The layout after all moves of cuts that are faster by the closed form, if no limit on items in flight binds.
     fn settled(&mut self, layout: Layout) -> (f64, Layout) {
         let is_one_stage = layout.stages.replicas.len() == 1;
-        let more = if self.freedom.limits { self.most_more() } else { 0 };
+        let more = if self.has_free_limits { self.most_more() } else { 0 };
         let of = |stages: Stages| Stages { more: vec![more; stages.replicas.len()], ..stages };
         let mut best = Layout { stages: of(layout.stages.clone()), ..layout };
         let mut best_us = self.estimate_us(&best);
@@ -266,7 +244,7 @@ impl Climb<'_> {
     /// The fastest of a layout and the same with more micro-batches in flight.
     fn try_with_limits(&mut self, layout: &Layout) -> Option<(f64, Layout)> {
         let count = layout.stages.replicas.len();
-        let choices = if self.freedom.limits && count > 1 { &MORE[..] } else { &MORE[..1] };
+        let choices = if self.has_free_limits && count > 1 { &MORE[..] } else { &MORE[..1] };
         let mut best: Option<(f64, Layout)> = None;
         for &more in choices {
             let more = more.min(self.most_more());
@@ -351,7 +329,7 @@ impl Climb<'_> {
     fn simulated(&self, kept: &Kept) -> Simulated {
         let (shape, spots) = (self.shape(&kept.layout), kept.spots.clone());
         let candidate = self.context.placed_with_limits("pipec", shape, spots, kept.caps.clone());
-        let played = plays(self.original, self.context, &candidate, self.options);
+        let played = plays(self.context, &candidate);
         Simulated { candidate, played }
     }
 
@@ -381,7 +359,7 @@ impl Climb<'_> {
 
     fn moves(&self, layout: &Layout) -> Vec<Stages> {
         let mut moves = Vec::new();
-        if self.freedom.limits {
+        if self.has_free_limits {
             let last_waits = !self.problem.schedule.flushes();
             limit_moves(&layout.stages, self.most_more(), last_waits, &mut moves);
         }
@@ -389,7 +367,7 @@ impl Climb<'_> {
         if self.problem.cluster.is_mixed() {
             swap_moves(&layout.stages, &mut moves);
         }
-        if self.freedom.replicas {
+        if self.has_free_replicas {
             self.device_moves(layout, &mut moves);
             self.stage_moves(layout, &mut moves);
             self.turn_moves(layout, &mut moves);
@@ -421,39 +399,32 @@ impl Climb<'_> {
     }
 
     /// A layout with other replicas: with the same cuts, and with balanced ones.
-    fn push_with(&self, layout: &Layout, ends: Option<Vec<usize>>, replicas: Vec<u32>, moves: &mut Vec<Stages>) {
+    fn push_with(&self, layout: &Layout, ends: Vec<usize>, replicas: Vec<u32>, moves: &mut Vec<Stages>) {
         let more = vec![layout.stages.more.iter().copied().max().unwrap_or(0); replicas.len()];
         let of = |ends: Vec<usize>| Stages { ends, replicas: replicas.clone(), firsts: None, more: more.clone() };
-        if let Some(ends) = ends {
-            moves.push(of(ends));
-        }
-        let order = &self.orders[layout.order].ops;
-        let ends = linear_order::balanced(&self.problem.graph, order, &replicas);
-        if ends.len() == replicas.len() + 1 {
-            moves.push(of(ends));
+        let balanced = linear_order::balanced(&self.problem.graph, &self.orders[layout.order].ops, &replicas);
+        moves.push(of(ends));
+        if balanced.len() == replicas.len() + 1 {
+            moves.push(of(balanced));
         }
     }
 
     fn device_moves(&self, layout: &Layout, moves: &mut Vec<Stages>) {
-        let idle = self.idle(layout);
-        let stages = layout.stages.replicas.len();
-        for to in 0..stages {
-            let mut replicas = layout.stages.replicas.clone();
-            replicas[to] += 1;
-            if idle > 0 {
-                self.push_with(layout, Some(layout.stages.ends.clone()), replicas.clone(), moves);
+        let own = &layout.stages.replicas;
+        let mut push = |to: Option<usize>, from: Option<usize>| {
+            let mut replicas = own.clone();
+            to.into_iter().for_each(|to| replicas[to] += 1);
+            from.into_iter().for_each(|from| replicas[from] -= 1);
+            self.push_with(layout, layout.stages.ends.clone(), replicas, moves);
+        };
+        let givers = || (0..own.len()).filter(|from| own[*from] > 1);
+        for to in 0..own.len() {
+            if self.idle(layout) > 0 {
+                push(Some(to), None);
             }
-            for from in (0..stages).filter(|from| *from != to && layout.stages.replicas[*from] > 1) {
-                let mut replicas = replicas.clone();
-                replicas[from] -= 1;
-                self.push_with(layout, Some(layout.stages.ends.clone()), replicas, moves);
-            }
+            givers().filter(|from| *from != to).for_each(|from| push(Some(to), Some(from)));
         }
-        for from in (0..stages).filter(|from| layout.stages.replicas[*from] > 1) {
-            let mut replicas = layout.stages.replicas.clone();
-            replicas[from] -= 1;
-            self.push_with(layout, Some(layout.stages.ends.clone()), replicas, moves);
-        }
+        givers().for_each(|from| push(None, Some(from)));
     }
 
     fn stage_moves(&self, layout: &Layout, moves: &mut Vec<Stages>) {
@@ -464,11 +435,9 @@ impl Climb<'_> {
             let mut replicas = layout.stages.replicas.clone();
             let later = replicas.remove(at + 1);
             replicas[at] += later;
-            self.push_with(layout, Some(ends.clone()), replicas.clone(), moves);
-            if later > 0 {
-                replicas[at] -= later.min(replicas[at] - 1);
-                self.push_with(layout, Some(ends), replicas, moves);
-            }
+            self.push_with(layout, ends.clone(), replicas.clone(), moves);
+            replicas[at] -= later.min(replicas[at] - 1);
+            self.push_with(layout, ends, replicas, moves);
         }
         if self.problem.constraints.most_stages.is_some_and(|most| stages as u32 >= most) {
             return;
@@ -482,7 +451,7 @@ impl Climb<'_> {
                 replicas.insert(at + 1, second);
                 let mut ends = layout.stages.ends.clone();
                 ends.insert(at + 1, self.middle(layout, at, first, second));
-                self.push_with(layout, Some(ends), replicas, moves);
+                self.push_with(layout, ends, replicas, moves);
             }
         }
     }
@@ -494,7 +463,7 @@ impl Climb<'_> {
             return;
         }
         let devices = cluster.devices();
-        let firsts = side_by_side(&layout.stages);
+        let firsts = build_plan::firsts(&layout.stages.replicas);
         for &start in &firsts {
             let turned: Vec<u32> = firsts.iter().map(|first| (first + devices - start) % devices).collect();
             let firsts = (start > 0).then_some(turned);
@@ -524,18 +493,9 @@ impl Climb<'_> {
     }
 }
 
-/// The first device of each stage, if they are side by side.
-fn side_by_side(stages: &Stages) -> Vec<u32> {
-    let next = |first: &mut u32, replicas: &u32| {
-        *first += replicas;
-        Some(*first - replicas)
-    };
-    stages.replicas.iter().scan(0, next).collect()
-}
-
 /// Two stages of equally many replicas exchange their devices.
 fn swap_moves(stages: &Stages, moves: &mut Vec<Stages>) {
-    let firsts = stages.firsts.clone().unwrap_or_else(|| side_by_side(stages));
+    let firsts = stages.firsts.clone().unwrap_or_else(|| build_plan::firsts(&stages.replicas));
     for one in 0..firsts.len() {
         for other in (0..one).filter(|other| stages.replicas[*other] == stages.replicas[one]) {
             let mut firsts = firsts.clone();

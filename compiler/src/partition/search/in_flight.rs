@@ -13,16 +13,15 @@
 //! The search ends at an efficiency of [`ENOUGH`], if nothing fits or helps, or when the simulation budget is used up.
 
 use crate::partition::dp::nested_partition::Shape;
-use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::StagePosition;
+use crate::partition::search::build_plan::{self, StagePosition};
+use crate::plan::memory::MemoryTerms;
 use crate::plan::problem::{Objective, Problem};
 use crate::plan::schedule::Schedule;
-use crate::plan::{Edge, Stage};
+use crate::plan::{Edge, Stage, StageMemory};
 use crate::schedule::Pipeline;
 use crate::schedule::pipeline::pipeline_of;
 use crate::simulate::inference;
-use crate::simulate::one_f_one_b_rr;
-use crate::simulate::one_f_one_b_rr::Steady;
+use crate::simulate::one_f_one_b_rr::{self, Steady};
 
 /// Efficiency (fraction of the ideal throughput) at which raising stops: 0.98 plus 0.005 for waits of the schedule
 /// itself.
@@ -50,6 +49,54 @@ pub struct Chosen {
     pub lacks_memory: bool,
 }
 
+/// Stages whose caps are tried.
+struct Trial<'a> {
+    problem: &'a Problem,
+    shape: &'a Shape,
+    spots: &'a [StagePosition],
+    holdings: Vec<MemoryTerms>,
+    stages: Vec<Stage>,
+    edges: Vec<Edge>,
+    efficiency: &'a Efficiency<'a>,
+    /// Bytes that no stage may exceed: if memory is the objective, the peak must not grow.
+    most_bytes: u64,
+}
+
+impl<'a> Trial<'a> {
+    fn new(
+        problem: &'a Problem,
+        shape: &'a Shape,
+        spots: &'a [StagePosition],
+        caps: &[u32],
+        efficiency: &'a Efficiency<'a>,
+    ) -> Trial<'a> {
+        let (holdings, edges) = (build_plan::holdings(problem, shape), build_plan::edges(problem, shape));
+        let most_bytes = u64::MAX;
+        let mut trial = Trial { problem, shape, spots, holdings, stages: Vec::new(), edges, efficiency, most_bytes };
+        let memory = trial.memory(caps);
+        trial.stages = build_plan::stages(problem, shape, spots, &memory);
+        if problem.objective == Objective::Memory {
+            trial.most_bytes = memory.iter().map(|held| held.total).max().unwrap_or(0);
+        }
+        trial
+    }
+
+    fn run(&self, caps: &[u32]) -> Steady {
+        (self.efficiency)(&self.stages, &self.edges, caps)
+    }
+
+    /// Schedules whose caps bound the throughput do not split the backward, so no weight gradients are pending.
+    fn memory(&self, caps: &[u32]) -> Vec<StageMemory> {
+        build_plan::memory(self.problem, self.shape, self.spots, &self.holdings, caps, &[])
+    }
+
+    fn fits(&self, caps: &[u32]) -> bool {
+        let memory = self.memory(caps);
+        memory.iter().all(|held| held.total <= self.most_bytes)
+            && build_plan::fits(self.problem, self.shape, self.spots, &memory)
+    }
+}
+
 /// Returns whether caps bound the throughput: several minibatches are in flight.
 pub fn matters(problem: &Problem) -> bool {
     problem.schedule.is_continuous() && problem.objective != Objective::Latency
@@ -62,9 +109,7 @@ pub fn reached(
     caps: &[u32],
     efficiency: &Efficiency<'_>,
 ) -> f64 {
-    let memory = build_plan::memory(problem, shape, spots, &build_plan::holdings(problem, shape), caps, &[]);
-    let stages = build_plan::stages(problem, shape, spots, &memory);
-    efficiency(&stages, &build_plan::edges(problem, shape), caps).share
+    Trial::new(problem, shape, spots, caps, efficiency).run(caps).share
 }
 
 pub fn choose(problem: &Problem, shape: &Shape, spots: &[StagePosition], efficiency: &Efficiency<'_>) -> Chosen {
@@ -72,24 +117,12 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[StagePosition], efficie
     if !matters(problem) {
         return Chosen { caps: published, share: 1.0, lacks_memory: false };
     }
-    let holdings = build_plan::holdings(problem, shape);
-    let memory = |caps: &[u32]| build_plan::memory(problem, shape, spots, &holdings, caps, &[]);
-    let stages = build_plan::stages(problem, shape, spots, &memory(&published));
-    let edges = build_plan::edges(problem, shape);
-    let run = |caps: &[u32]| efficiency(&stages, &edges, caps);
-    let peak = memory(&published).iter().map(|held| held.total).max().unwrap_or(0);
-    let limit = match problem.objective {
-        // If memory is the objective, the peak must not grow.
-        Objective::Memory => peak,
-        _ => problem.memory_limit.map_or(u64::MAX, |limit| limit.0),
-    };
-    let fits = |caps: &[u32]| {
-        let memory = memory(caps);
-        memory.iter().all(|held| held.total <= limit) && build_plan::fits(problem, shape, spots, &memory)
-    };
-    let sum = |caps: &[u32]| memory(caps).iter().map(|held| u128::from(held.total)).sum::<u128>();
+    let trial = Trial::new(problem, shape, spots, &published, efficiency);
+    let run = |caps: &[u32]| trial.run(caps);
+    let fits = |caps: &[u32]| trial.fits(caps);
+    let sum = |caps: &[u32]| trial.memory(caps).iter().map(|held| u128::from(held.total)).sum::<u128>();
     let mut lacks_memory = false;
-    let mut caps = match pipeline_of(&problem.cluster.levels, &stages, &edges, &published) {
+    let mut caps = match pipeline_of(&problem.cluster.levels, &trial.stages, &trial.edges, &published) {
         Ok(mut pipeline) => {
             if problem.schedule.is_double_buffered() {
                 // Under 2BW each round is a whole minibatch, so micro-batches do not wait for the previous all-reduce.
@@ -156,26 +189,8 @@ pub fn more(
     caps: &[u32],
     efficiency: &Efficiency<'_>,
 ) -> Chosen {
-    let holdings = build_plan::holdings(problem, shape);
-    let memory = |caps: &[u32]| {
-        build_plan::memory(
-            problem,
-            shape,
-            spots,
-            &holdings,
-            caps,
-            &build_plan::pending_weight_grads(problem, shape, caps),
-        )
-    };
-    let stages = build_plan::stages(problem, shape, spots, &memory(caps));
-    let edges = build_plan::edges(problem, shape);
-    let run = |caps: &[u32]| efficiency(&stages, &edges, caps);
-    let peak = memory(caps).iter().map(|held| held.total).max().unwrap_or(0);
-    let limit = if problem.objective == Objective::Memory { peak } else { u64::MAX };
-    let fits = |caps: &[u32]| {
-        let memory = memory(caps);
-        memory.iter().all(|held| held.total <= limit) && build_plan::fits(problem, shape, spots, &memory)
-    };
+    let trial = Trial::new(problem, shape, spots, caps, efficiency);
+    let (run, fits) = (|caps: &[u32]| trial.run(caps), |caps: &[u32]| trial.fits(caps));
     let mut lacks_memory = false;
     let (caps, steady) = at_once(caps, run(caps), PIECES, &run, &fits, &mut lacks_memory);
     Chosen { caps, share: steady.share, lacks_memory }

@@ -6,15 +6,13 @@
 //! and the plan says so.
 
 use crate::partition::search::balanced_cuts::Line;
-use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::{Recompute, StagePosition};
+use crate::partition::search::build_plan::{self, Recompute, StagePosition};
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::module_boundaries::Borders;
-use crate::partition::search::result::{PlanCandidate, SearchResult, fullest};
+use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::partition::search::{finish_plan, linear_search};
-use crate::plan::StageMemory;
 use crate::plan::chunks::rank_of;
-use crate::plan::problem::{InFlight, Problem, ProblemError, Recomputation};
+use crate::plan::problem::{Problem, ProblemError, Recomputation};
 use crate::plan::schedule::Schedule;
 use crate::schedule::action::pending_weight_grads;
 use crate::schedule::generators::schedule;
@@ -39,17 +37,14 @@ pub fn found(question: &SearchContext<'_>) -> Result<SearchResult, ProblemError>
     let problem = question.problem;
     let constraints = &problem.constraints;
     let unmet = |what: String| Err(ProblemError::Unmet { what });
-    if constraints.cut_after.is_some()
-        || !constraints.pins.is_empty()
-        || matches!(problem.in_flight, InFlight::Given(_))
-    {
+    if constraints.cut_after.is_some() || !constraints.pins.is_empty() || problem.in_flight.given().is_some() {
         return unmet(
             "`--cut-after`, `--pin` and in-flight limits cannot be combined with a schedule of several stages per rank"
                 .to_string(),
         );
     }
     let choices = choices(problem)?;
-    let mut found = SearchResult { bound_us: finish_plan::spread(problem), ..SearchResult::nothing() };
+    let mut found = SearchResult { bound_us: finish_plan::spread(problem), ..SearchResult::default() };
     let borders = Borders::of(problem, question.joined);
     for order in linear_search::orders(&problem.graph) {
         let ends = borders.as_ref().map_or_else(|| (0..=order.len()).collect(), |borders| borders.ends(&order));
@@ -122,16 +117,18 @@ impl Line<'_> {
         }
         let Some((us, mut cuts)) = best else { return };
         self.improve(&mut cuts, us, replicas, &spots(Recompute::None), found);
+        let Counts { caps, pending_weight_grads: pending } = counts;
+        let candidate =
+            |spots| question.priced("pipec", self.shape(&cuts, replicas), spots, caps.clone(), pending.clone());
         if self.problem.recomputation().is_full() {
-            found.candidates.push(self.candidate(question, &cuts, replicas, spots(Recompute::All), &counts));
+            found.candidates.push(candidate(spots(Recompute::All)));
             return;
         }
-        let plain = self.candidate(question, &cuts, replicas, spots(Recompute::None), &counts);
+        let plain = candidate(spots(Recompute::None));
         // Recomputes only if the plan does not fit otherwise.
         if !plain.fits && self.problem.recomputation() == Recomputation::Auto {
-            let again = self.candidate(question, &cuts, replicas, spots(Recompute::All), &counts);
-            let chosen = self.recomputed(&plain, &again);
-            found.candidates.push(self.candidate(question, &cuts, replicas, chosen, &counts));
+            let again = candidate(spots(Recompute::All));
+            found.candidates.push(candidate(self.recomputed(&plain, &again)));
         }
         found.candidates.push(plain);
     }
@@ -206,25 +203,6 @@ impl Line<'_> {
     fn time(&self, cuts: &[usize], replicas: u32, spots: &[StagePosition]) -> f64 {
         let shape = self.shape(cuts, replicas);
         build_plan::minibatch_us(self.problem, &shape, spots, &build_plan::caps(self.problem, &shape.replicas()))
-    }
-
-    fn candidate(
-        &self,
-        question: &SearchContext<'_>,
-        cuts: &[usize],
-        replicas: u32,
-        spots: Vec<StagePosition>,
-        counts: &Counts,
-    ) -> PlanCandidate {
-        let shape = self.shape(cuts, replicas);
-        let problem = question.problem;
-        let holdings = build_plan::holdings(problem, &shape);
-        let memory: Vec<StageMemory> =
-            build_plan::memory(problem, &shape, &spots, &holdings, &counts.caps, &counts.pending_weight_grads);
-        let fits = problem.memory_limit.is_none_or(|limit| fullest(&spots, &memory) <= limit.0);
-        let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots, &counts.caps);
-        let Counts { caps, pending_weight_grads } = counts.clone();
-        PlanCandidate { name: "pipec", shape, minibatch_us, caps, pending_weight_grads, spots, memory, fits }
     }
 }
 

@@ -11,16 +11,16 @@
 use crate::partition::answer::{Answer, conclude};
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::error::PlanError;
-use crate::partition::explain::infeasible;
+use crate::partition::infeasible;
 use crate::partition::options::PlannerOptions;
 use crate::partition::planned::Planned;
 use crate::partition::search::balanced_cuts::Line;
 use crate::partition::search::build_plan::{self, HeldTerms, StagePosition};
-use crate::partition::search::context::{SearchContext, SearchLimits};
+use crate::partition::search::context::SearchContext;
 use crate::partition::search::fused_graph::FusedGraph;
 use crate::partition::search::interleaved::Counts;
 use crate::partition::search::module_boundaries::Borders;
-use crate::partition::search::result::{PlanCandidate, SearchResult, order};
+use crate::partition::search::result::PlanCandidate;
 use crate::partition::search::simulate_candidate::short_us;
 use crate::partition::search::{finish_plan, interleaved, linear_search, partial_recompute, pipec_rules};
 use crate::plan::Edge;
@@ -46,7 +46,6 @@ const MOST_CHUNKS: u32 = 16;
 /// Largest cluster in which numbers of ranks are tried that do not divide the devices.
 const FEW_DEVICES: u32 = 16;
 
-/// A layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Layout {
     pub schedule: Schedule,
@@ -233,15 +232,10 @@ impl<'a> Layouts<'a> {
             let multiples = MemoryMultipliers {
                 in_flight: held.caps[stage],
                 pending_weight_grads: held.pending_weight_grads.get(stage).copied().unwrap_or(0),
-                versions: 1,
-                late: 0,
-                replicas,
                 recompute,
                 zero,
-                in_place: self.problem.reduces_in_place(),
-                optimizer_state: self.problem.optimizer_state,
                 schedule,
-                microbatches: self.problem.microbatches,
+                ..build_plan::multiples_of_one(self.problem, replicas)
             };
             of_rank[rank_of(schedule, ranks, stage as u32) as usize].push((*holdings, multiples));
         }
@@ -385,17 +379,14 @@ impl<'a> Layouts<'a> {
         let stages = cut.ops.into_iter().map(|ops| (ops, replicas)).collect();
         let shape = Shape::flat(stages, problem.cluster.levels.len() > 1);
         let Counts { caps, pending_weight_grads } = held;
-        let memory = build_plan::memory(problem, &shape, &spots, &cut.holdings, &caps, &pending_weight_grads);
-        let fits = build_plan::fits(problem, &shape, &spots, &memory);
-        let minibatch_us = build_plan::minibatch_us(problem, &shape, &spots, &caps);
-        Some(PlanCandidate { name: "pipec", shape, minibatch_us, caps, pending_weight_grads, spots, memory, fits })
+        Some(question.priced("pipec", shape, spots, caps, pending_weight_grads))
     }
 
     /// The simulated time of a minibatch in microseconds; `None` if the layout does not fit.
     pub fn simulated(&self, layout: &Layout, options: &PlannerOptions<'_>) -> Option<f64> {
         let full = self.problem_of(self.problem, layout);
         let asked = self.joined.problem(&full);
-        let question = self.question(&asked, options);
+        let question = SearchContext::new(&full, &asked, &self.joined, options);
         let candidate = self.candidate(&question, layout).filter(|candidate| candidate.fits)?;
         let PlanCandidate { shape, spots, caps, pending_weight_grads, .. } = candidate;
         let shape = self.joined.spread(&shape);
@@ -408,33 +399,22 @@ impl<'a> Layouts<'a> {
         Some(short_us(&full, &shape, &spots, &caps).unwrap_or_else(estimate))
     }
 
-    fn question<'q>(&'q self, asked: &'q Problem, options: &PlannerOptions<'_>) -> SearchContext<'q> {
-        SearchContext { problem: asked, joined: &self.joined, budget: options.budget, among: SearchLimits::ALONE }
-    }
-
     /// The plan of a layout, with the best cuts found.
     pub fn plan(&self, layout: &Layout, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
         let full = self.problem_of(self.problem, layout);
         let asked = self.joined.problem(&full);
-        let question = self.question(&asked, options);
+        let question = SearchContext::new(&full, &asked, &self.joined, options);
         let baselines = question.baselines();
         let mut pinned = asked.clone().into_owned();
         pinned.constraints.replicas = Some(vec![layout.replicas; (layout.ranks * layout.chunks) as usize]);
-        let pinned_question = question.about(&pinned);
-        let found = match layout.chunks {
-            1 => pipec_rules::found(&pinned_question, &baselines),
-            _ => interleaved::found(&pinned_question),
-        };
-        let mut found = found.unwrap_or_else(|_| SearchResult::nothing());
+        let mut found = pipec_rules::found(&question.about(&pinned), &baselines).unwrap_or_default();
         found.candidates.extend(self.candidate(&question, layout));
         found.candidates.retain(|candidate| candidate.name == "pipec");
-        found.candidates.sort_by(|left, right| order(full.objective, left, right));
-        let Some(at) = found.candidates.iter().position(|candidate| candidate.fits) else {
+        let Some(chosen) = found.take_best(full.objective) else {
             return Err(infeasible::error(&question, &found.candidates));
         };
-        let chosen = found.candidates.remove(at);
         (found.fallback, found.proven_us, found.bound_us) = (None, None, finish_plan::spread(&asked));
-        let mut planned = conclude(&full, &question, options, Answer { found, chosen, baselines })?;
+        let mut planned = conclude(&question, Answer { found, chosen, baselines })?;
         planned.set_idle(&full);
         Ok(planned)
     }

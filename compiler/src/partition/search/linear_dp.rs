@@ -7,7 +7,8 @@ use crate::partition::dp::pipedream;
 use crate::partition::search::downsets::DownSets;
 use crate::partition::search::linear_order;
 use crate::partition::search::linear_search;
-use crate::partition::search::numbers::{largest, same};
+use crate::partition::search::numbers::{largest, running_sums, same};
+use crate::partition::search::op_sets::insert;
 use crate::plan::cut_bytes::CutBytes;
 use crate::plan::problem::Problem;
 use crate::plan::stage_cost::{LevelCost, StageCost};
@@ -27,11 +28,6 @@ pub struct Lines<'a> {
     levels: &'a [LevelCost],
     orders: Vec<Vec<u32>>,
     places: usize,
-}
-
-pub struct Best {
-    pub us: f64,
-    pub shape: Shape,
 }
 
 impl Lines<'_> {
@@ -59,7 +55,7 @@ impl Lines<'_> {
         for order in &self.orders {
             let mut set = vec![0u64; ops.div_ceil(64)];
             for &op in order {
-                set[op as usize / 64] |= 1 << (op % 64);
+                insert(&mut set, op as usize);
                 sets.push(set.clone());
             }
         }
@@ -88,26 +84,24 @@ impl Lines<'_> {
 
     /// Bottleneck search on long orders; returns a result only if it is faster than `known_us`. `low_us` is a lower
     /// bound.
-    pub fn far(&self, low_us: f64, known_us: f64) -> (Option<Best>, u64) {
-        let (mut best, mut known, mut states): (Option<Best>, f64, u64) = (None, known_us, 0);
+    pub fn far(&self, low_us: f64, known_us: f64) -> (Option<(Shape, f64)>, u64) {
+        let (mut best, mut known, mut states) = (None, known_us, 0);
         for order in &self.orders {
             states += order.len() as u64 + 1;
             if let Some(found) = self.walk(order, low_us, known) {
-                known = found.us;
+                known = found.1;
                 best = Some(found);
             }
         }
         (best, states)
     }
 
-    fn walk(&self, order: &[u32], low_us: f64, known_us: f64) -> Option<Best> {
+    /// A better shape along an order, and its time.
+    fn walk(&self, order: &[u32], low_us: f64, known_us: f64) -> Option<(Shape, f64)> {
         let graph = &self.problem.graph;
-        let (mut compute, mut weights) = (vec![0.0], vec![0.0]);
-        for &op in order {
-            let op = &graph.ops[op as usize];
-            compute.push(compute[compute.len() - 1] + op.fwd_us + op.bwd_us);
-            weights.push(weights[weights.len() - 1] + op.param_bytes as f64);
-        }
+        let op = |&op: &u32| &graph.ops[op as usize];
+        let compute = running_sums(order, |sum, at| sum + op(at).fwd_us + op(at).bwd_us);
+        let weights = running_sums(order, |sum, at| sum + op(at).param_bytes as f64);
         let charged = CutBytes::new(self.cost.model, graph);
         let cut = if order.len() <= MOST_PRICED {
             let mut place = vec![0usize; order.len()];
@@ -118,7 +112,7 @@ impl Lines<'_> {
         };
         let cut_space = CutSpace::line(compute, weights, cut);
         let bottleneck = BottleneckSearch::new(&cut_space, &self.cost, self.levels, STEPS);
-        let bracket = bottleneck.narrow(low_us, known_us, |us| us);
+        let bracket = bottleneck.narrow(low_us, known_us);
         if bracket.high_us >= known_us {
             return None;
         }
@@ -129,6 +123,6 @@ impl Lines<'_> {
         };
         let shape = Shape { groups: bottleneck.groups(bracket.high_us, &between)?, is_flat: false };
         let us = shape.on_levels_us(self.problem, self.levels);
-        (us < known_us && !same(us, known_us)).then_some(Best { us, shape })
+        (us < known_us && !same(us, known_us)).then_some((shape, us))
     }
 }

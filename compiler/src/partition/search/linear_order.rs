@@ -1,17 +1,13 @@
-//! A linear order of cuts (or all down-sets, if few) with the memory terms of every range between two cuts.
-//!
-//! Along an order the terms of all ranges are precomputed exactly: each parameter counts once per range that uses it,
-//! and each input tensor once per range.
+//! The cuts of a linear order (or all down-sets, if few) with the memory terms of every range between two cuts.
 
 use crate::partition::search::downsets::DownSets;
+use crate::partition::search::numbers::running_sums;
 use crate::partition::search::range_costs::RangeCosts;
 use crate::plan::cut_bytes::CutBytes;
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::memory::MemoryTerms;
 use crate::plan::problem::CostModel;
-use crate::profile::arena::{ArenaPosition, Needs};
 use crate::profile::cost_graph::CostGraph;
-use crate::profile::recompute_scope::RecomputeCosts;
 
 /// A chain of sets, or arbitrary sets of which only nested ones form a range, with the memory terms of every range.
 #[derive(Clone, Debug)]
@@ -22,20 +18,7 @@ pub struct LinearOrder {
 }
 
 impl LinearOrder {
-    /// Builds the ranges along `order`, cut after `ends[1]`, `ends[2]` … ops; see [`DownSets::chain`]. Memory is
-    /// quadratic in the number of cuts; time is that number times the size of the graph.
-    pub fn new(
-        graph: &CostGraph,
-        model: CostModel,
-        order: Vec<u32>,
-        ends: Vec<usize>,
-        passing: GradientBuffers,
-    ) -> LinearOrder {
-        let holdings = holdings(graph, &order, &ends, passing);
-        LinearOrder { space: DownSets::chain(graph, model, order, ends), holdings }
-    }
-
-    /// As [`LinearOrder::new`], for any down-sets instead of an order.
+    /// The ranges between any down-sets.
     pub fn over(graph: &CostGraph, space: DownSets, passing: GradientBuffers) -> LinearOrder {
         let sets = space.len();
         let mut holdings = vec![MemoryTerms::default(); sets * sets];
@@ -107,11 +90,8 @@ pub fn balanced(graph: &CostGraph, order: &[u32], replicas: &[u32]) -> Vec<usize
     if stages > order.len() {
         return Vec::new();
     }
-    let mut sums = vec![0.0];
-    for &op in order {
-        let op = &graph.ops[op as usize];
-        sums.push(sums[sums.len() - 1] + op.fwd_us + op.bwd_us);
-    }
+    let op = |&op: &u32| &graph.ops[op as usize];
+    let sums = running_sums(order, |sum, at| sum + op(at).fwd_us + op(at).bwd_us);
     let share = |stage: usize| f64::from(replicas[stage].max(1));
     // Fills every stage up to the given time, leaving one op for each later stage; `None` if the last stage takes
     // longer.
@@ -141,128 +121,13 @@ pub fn balanced(graph: &CostGraph, order: &[u32], replicas: &[u32]) -> Vec<usize
     best.unwrap_or_else(|| (0..stages).chain([order.len()]).collect())
 }
 
-fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: GradientBuffers) -> Vec<MemoryTerms> {
-    let places = ends.len();
-    let mut place = vec![0usize; order.len()];
-    order.iter().enumerate().for_each(|(at, &op)| place[op as usize] = at);
-    let mut params: Vec<Vec<usize>> = vec![Vec::new(); order.len()];
-    for (at, param) in graph.params.iter().enumerate() {
-        param.users.iter().for_each(|op| params[op.index()].push(at));
-    }
-    let mut frozen: Vec<Vec<usize>> = vec![Vec::new(); order.len()];
-    for (at, read) in graph.frozen.iter().enumerate() {
-        read.users.iter().for_each(|op| frozen[op.index()].push(at));
-    }
-    let mut inputs: Vec<Vec<usize>> = vec![Vec::new(); order.len()];
-    for (at, tensor) in graph.tensors.iter().enumerate() {
-        tensor.consumers.iter().for_each(|op| inputs[op.index()].push(at));
-    }
-    let mut made: Vec<Vec<usize>> = vec![Vec::new(); order.len()];
-    // Position of the last reader; 0 if there is none.
-    let mut last_reader: Vec<usize> = vec![0; graph.tensors.len()];
-    for (at, tensor) in graph.tensors.iter().enumerate() {
-        made[tensor.producer.index()].push(at);
-        last_reader[at] = tensor.consumers.iter().map(|op| place[op.index()]).max().unwrap_or(0);
-    }
-    let (largest, needed) = (graph.largest_bytes(), graph.needed_bytes());
-    let needs: Vec<Needs> = graph.ops.iter().map(|op| Needs::by(|place| op.arena(place))).collect();
-    let (flows, recompute) = (graph.flows(), RecomputeCosts::of(graph));
-    let can_be: Vec<ArenaPosition> = (0..order.len()).map(|op| flows.ends(op)).collect();
-    let mut is_first = vec![false; order.len()];
-    let mut table = vec![MemoryTerms::default(); places * places];
-    let is_handed_on = |op: usize| made[op].iter().any(|&tensor| !graph.tensors[tensor].consumers.is_empty());
-    let is_handed_on: Vec<bool> = (0..order.len()).map(is_handed_on).collect();
-    let mut op_seen = vec![usize::MAX; order.len()];
-    let mut param_seen = vec![usize::MAX; graph.params.len()];
-    let mut users_seen = vec![0; graph.params.len()];
-    let mut frozen_seen = vec![usize::MAX; graph.frozen.len()];
-    let mut tensor_seen = vec![usize::MAX; graph.tensors.len()];
-    for from in 0..places - 1 {
-        let mut run = MemoryTerms::default();
-        let mut forward_us = 0.0;
-        for to in from + 1..places {
-            for &op in &order[ends[to - 1]..ends[to]] {
-                let op = op as usize;
-                (run.largest, run.needed) = (run.largest.max(largest[op]), run.needed.max(needed[op]));
-                for &at in &params[op] {
-                    let param = &graph.params[at];
-                    run.terms += param.sum_bytes;
-                    if std::mem::replace(&mut param_seen[at], from) != from {
-                        run.weights += param.bytes;
-                        run.summed += param.sum_bytes;
-                        run.masters += param.master_bytes();
-                        run.shared += param.sum_bytes;
-                        users_seen[at] = 0;
-                    }
-                    users_seen[at] += 1;
-                    if users_seen[at] == param.users.len() {
-                        run.shared -= param.sum_bytes;
-                    }
-                }
-                for &at in &frozen[op] {
-                    let is_known = std::mem::replace(&mut frozen_seen[at], from) == from;
-                    run.frozen += if is_known { 0 } else { graph.frozen[at].bytes };
-                }
-                for &tensor in &made[op] {
-                    if last_reader[tensor] > place[op] {
-                        run.outputs += graph.tensors[tensor].bytes;
-                        run.sent += if graph.is_only_sent(tensor) { graph.tensors[tensor].bytes } else { 0 };
-                        run.recompute.add_sent(&recompute, tensor, graph.tensors[tensor].bytes);
-                    }
-                }
-                for &tensor in &inputs[op] {
-                    // A tensor whose last reader is inside is not an output.
-                    let is_last = last_reader[tensor] == place[op];
-                    if is_last && place[graph.tensors[tensor].producer.index()] >= ends[from] {
-                        run.outputs -= graph.tensors[tensor].bytes;
-                        run.sent -= if graph.is_only_sent(tensor) { graph.tensors[tensor].bytes } else { 0 };
-                        run.recompute.remove_sent(&recompute, tensor, graph.tensors[tensor].bytes);
-                    }
-                    let producer = graph.tensors[tensor].producer.index();
-                    let comes_in = place[producer] < ends[from];
-                    if !comes_in && std::mem::replace(&mut op_seen[producer], from) != from {
-                        run.halves += graph.ops[producer].arriving_bytes;
-                    }
-                    if comes_in && std::mem::replace(&mut tensor_seen[tensor], from) != from {
-                        run.inputs += graph.tensors[tensor].bytes;
-                    }
-                }
-                run.halves += graph.ops[op].between_bytes;
-                if !is_handed_on[op] {
-                    run.halves += graph.ops[op].arriving_bytes;
-                }
-                run.saved += graph.ops[op].kept_bytes();
-                run.recompute.add(&recompute, op);
-                // The ops it reads are no longer last in the range.
-                let before = flows.before[op].iter().map(|&made| made as usize);
-                let is_within = before.filter(|&made| place[made] >= ends[from]);
-                let mut reads = false;
-                for made in is_within {
-                    reads = true;
-                    if !graph.ops[op].is_view {
-                        run.arena = run.arena.max(needs[made].at(ArenaPosition { first: is_first[made], last: false }));
-                    }
-                }
-                is_first[op] = can_be[op].first && !reads;
-                let end = ArenaPosition { first: is_first[op], last: can_be[op].last };
-                run.arena = run.arena.max(needs[op].at(end));
-                forward_us += graph.ops[op].fwd_us;
-                run.batched_grads += graph.ops[op].batched_grad_bytes;
-            }
-            run.passed = passing.bytes(run.inputs, forward_us);
-            table[from * places + to] = run;
-        }
-    }
-    table
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::cluster::read::levels;
     use crate::profile::arena::Live;
     use crate::profile::cost_graph::{FrozenCost, OpCost, OpId, ParamCost, TensorCost};
-    use crate::profile::recompute_scope::RecomputeScope;
+    use crate::profile::recompute_scope::{RecomputeCosts, RecomputeScope};
 
     fn chain(ops: u32) -> CostGraph {
         let bytes = |at: u32| if at % 5 == 4 { 1 } else { 8 };
@@ -277,11 +142,9 @@ mod tests {
             live: Live { whole: [9 + u64::from(id), 5, 6, 2], split: [7, 4 + u64::from(id % 3), 3, 1] },
             ..OpCost::default()
         };
-        let tensor = |at| TensorCost {
-            name: String::new(),
-            producer: OpId(at),
-            bytes: bytes(at),
-            consumers: [at + 1, at + 7].into_iter().filter(|&to| to < ops).map(OpId).collect(),
+        let tensor = |at: u32| {
+            let readers: Vec<u32> = [at + 1, at + 7].into_iter().filter(|&to| to < ops).collect();
+            TensorCost::new(at, bytes(at), &readers)
         };
         let tied = ParamCost::new("w", 100, vec![OpId(1), OpId(4)]);
         let frozen = |bytes, users: &[u32]| FrozenCost {
@@ -307,14 +170,12 @@ mod tests {
         for graph in [chain(12), layers] {
             let order: Vec<u32> = (0..12).collect();
             let (flows, passing) = (graph.flows(), GradientBuffers::of(&levels("4:10MB/s").unwrap()));
-            let line = LinearOrder::new(&graph, CostModel::Paper, order.clone(), (0..=12).collect(), passing);
             let space = DownSets::chain(&graph, CostModel::Paper, order, (0..=12).collect());
             let sets = LinearOrder::over(&graph, space, passing);
             for from in 0..12 {
                 for to in from + 1..=12 {
                     let inside: Vec<bool> = (0..12).map(|op| (from..to).contains(&op)).collect();
                     let held = MemoryTerms::of(&graph, (&flows, &RecomputeCosts::of(&graph)), &inside, &passing);
-                    assert_eq!(*line.holdings(from, to), held, "{from}..{to}");
                     assert_eq!(*sets.holdings(from, to), held, "{from}..{to}");
                 }
             }

@@ -3,6 +3,7 @@
 //! Cutting an order is fast at any size, and every cut of a topological order is legal. It misses stages that combine
 //! parts of several branches in a way that the order does not offer.
 
+use crate::partition::search::op_sets::neighbours;
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeSet;
 
@@ -20,36 +21,29 @@ pub fn orders(graph: &CostGraph) -> Vec<Vec<u32>> {
 }
 
 struct Edges {
-    pairs: Vec<(usize, usize)>,
-    after: Vec<Vec<u32>>,
-    /// Number of predecessors of each op.
-    waits: Vec<u32>,
+    before: Vec<Vec<usize>>,
+    /// In order of rank.
+    after: Vec<Vec<usize>>,
+    /// The place of each op in the order of names.
     rank: Vec<usize>,
 }
 
 impl Edges {
     fn of(graph: &CostGraph) -> Edges {
-        let ops = graph.ops.len();
-        let pairs: Vec<(usize, usize)> =
-            graph.edges().into_iter().map(|(from, to)| (from.index(), to.index())).collect();
-        let mut by_name: Vec<usize> = (0..ops).collect();
+        let mut by_name: Vec<usize> = (0..graph.ops.len()).collect();
         by_name.sort_by_key(|&op| (graph.ops[op].name.as_str(), op));
-        let mut rank = vec![0; ops];
+        let mut rank = vec![0; graph.ops.len()];
         by_name.into_iter().enumerate().for_each(|(place, op)| rank[op] = place);
-        let (mut after, mut waits) = (vec![Vec::new(); ops], vec![0; ops]);
-        for &(from, to) in &pairs {
-            waits[to] += 1;
-            after[from].push(to as u32);
-        }
-        after.iter_mut().for_each(|readers| readers.sort_by_key(|&op| rank[op as usize]));
-        Edges { pairs, after, waits, rank }
+        let [before, mut after] = neighbours(graph);
+        after.iter_mut().for_each(|readers| readers.sort_by_key(|&op| rank[op]));
+        Edges { before, after, rank }
     }
 
     /// Length of the longest path from a source to each op, in ops.
     fn depths(&self) -> Vec<f64> {
         let mut depths = vec![0.0f64; self.after.len()];
-        for &(from, to) in &self.pairs {
-            depths[to] = depths[to].max(depths[from] + 1.0);
+        for (to, before) in self.before.iter().enumerate() {
+            depths[to] = before.iter().map(|&from| depths[from] + 1.0).fold(0.0, f64::max);
         }
         depths
     }
@@ -57,11 +51,16 @@ impl Edges {
     /// Negated compute of the longest path from each op to a sink.
     fn ways(&self, graph: &CostGraph) -> Vec<f64> {
         let mut ways: Vec<f64> = graph.ops.iter().map(|op| -(op.fwd_us + op.bwd_us)).collect();
-        for &(from, to) in self.pairs.iter().rev() {
-            let op = &graph.ops[from];
-            ways[from] = ways[from].min(ways[to] - (op.fwd_us + op.bwd_us));
+        for (from, after) in self.after.iter().enumerate().rev() {
+            let us = graph.ops[from].fwd_us + graph.ops[from].bwd_us;
+            ways[from] = after.iter().map(|&to| ways[to] - us).fold(ways[from], f64::min);
         }
         ways
+    }
+
+    /// The number of producers that each op waits for.
+    fn waits(&self) -> Vec<usize> {
+        self.before.iter().map(Vec::len).collect()
     }
 
     /// Kahn's algorithm, smallest value first.
@@ -72,16 +71,16 @@ impl Edges {
         });
         let mut place = vec![0; sorted.len()];
         sorted.iter().enumerate().for_each(|(at, &op)| place[op] = at);
-        let mut waits = self.waits.clone();
+        let mut waits = self.waits();
         let mut ready: BTreeSet<usize> = (0..waits.len()).filter(|&op| waits[op] == 0).map(|op| place[op]).collect();
         let mut order = Vec::with_capacity(waits.len());
         while let Some(first) = ready.pop_first() {
             let op = sorted[first];
             order.push(op as u32);
             for &to in &self.after[op] {
-                waits[to as usize] -= 1;
-                if waits[to as usize] == 0 {
-                    ready.insert(place[to as usize]);
+                waits[to] -= 1;
+                if waits[to] == 0 {
+                    ready.insert(place[to]);
                 }
             }
         }
@@ -90,15 +89,15 @@ impl Edges {
 
     /// Kahn's algorithm with a stack: the op that became ready last goes first.
     fn depth_first(&self) -> Vec<u32> {
-        let mut waits = self.waits.clone();
-        let mut stack: Vec<u32> = (0..waits.len() as u32).filter(|&op| waits[op as usize] == 0).collect();
-        stack.sort_by_key(|&op| std::cmp::Reverse(self.rank[op as usize]));
+        let mut waits = self.waits();
+        let mut stack: Vec<usize> = (0..waits.len()).filter(|&op| waits[op] == 0).collect();
+        stack.sort_by_key(|&op| std::cmp::Reverse(self.rank[op]));
         let mut order = Vec::with_capacity(waits.len());
         while let Some(op) = stack.pop() {
-            order.push(op);
-            for &to in self.after[op as usize].iter().rev() {
-                waits[to as usize] -= 1;
-                if waits[to as usize] == 0 {
+            order.push(op as u32);
+            for &to in self.after[op].iter().rev() {
+                waits[to] -= 1;
+                if waits[to] == 0 {
                     stack.push(to);
                 }
             }
@@ -110,16 +109,11 @@ impl Edges {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::cost_graph::{OpCost, OpId, TensorCost};
+    use crate::profile::cost_graph::{OpCost, TensorCost};
 
     #[test]
     fn branches_stay_together() {
-        let tensor = |from, to: &[u32]| TensorCost {
-            name: String::new(),
-            producer: OpId(from),
-            bytes: 1,
-            consumers: to.iter().map(|&to| OpId(to)).collect(),
-        };
+        let tensor = |from, to: &[u32]| TensorCost::new(from, 1, to);
         // 0 -> 1 -> 3 -> 4 and 0 -> 2 -> 4
         let tensors = vec![tensor(0, &[1, 2]), tensor(1, &[3]), tensor(3, &[4]), tensor(2, &[4])];
         let ops = (0..5).map(|id| OpCost { id, ..OpCost::default() }).collect();

@@ -11,11 +11,12 @@
 //! workers after the span and on its number of copies. There is one table for each combination.
 
 use crate::partition::dp::nested_partition::{Group, Shape, StageBody};
+use crate::partition::search::build_plan::{self, multiples_at, multiples_of_one};
 use crate::partition::search::linear_order::LinearOrder;
 use crate::plan::in_flight::{First, Position, ScheduleFlow, StageInFlight};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
-use crate::plan::stage_cost::{LevelCost, StageCost, StageRange};
-use crate::plan::zero::Zero;
+use crate::plan::problem::Problem;
+use crate::plan::stage_cost::{LevelCost, StageCost};
 use crate::profile::arena::{Arena, Way};
 use std::collections::HashMap;
 
@@ -31,35 +32,19 @@ pub enum FitObjective {
 /// A prime number, so that all replicas shard together under any shard degree.
 const MANY_REPLICAS: u32 = 4_294_967_291;
 
-#[derive(Clone, Copy, Debug)]
-pub struct Fit<'a> {
-    pub line: &'a LinearOrder,
-    pub cost: &'a StageCost,
-    pub levels: &'a [LevelCost],
-    /// Determines in-flight counts; `workers` is an upper bound.
-    pub flow: ScheduleFlow,
-    pub optimizer_state: f64,
-    pub zero: Zero,
-    pub in_place: bool,
-}
-
-/// Finds the best partition with any number of outermost units and all units of inner levels. Returns its value
-/// (microseconds or bytes), or `None` if nothing fits.
-pub fn fit(settings: &Fit<'_>, least: FitObjective) -> Option<(f64, Shape)> {
-    let outermost = settings.levels.len().checked_sub(1)?;
-    let whole = settings.line.space.len() - 1;
-    let is_line = (0..whole).all(|at| settings.line.space.nested(at, at + 1));
-    let mut search = FitSearch { settings, least, is_line, tables: HashMap::new() };
+/// Finds the best partition with any number of outermost units and all units of inner levels. `None` if
+/// nothing fits.
+pub fn fit(problem: &Problem, line: &LinearOrder, levels: &[LevelCost], least: FitObjective) -> Option<Shape> {
+    let outermost = levels.len().checked_sub(1)?;
+    let whole = line.space.len() - 1;
+    let mut search = FitSearch::new(problem, line, levels, least);
     let key = Key { level: outermost, to: whole, workers_after: 0, copies: 1 };
     search.prepare(key);
-    let units = settings.levels[outermost].count as usize;
+    let units = levels[outermost].count as usize;
     let table = &search.tables[&key];
     let value = |used: usize| table.first[used].value;
     let (best, used) = (1..=units).map(|used| (value(used), used)).min_by(|a, b| a.0.total_cmp(&b.0))?;
-    if !best.is_finite() {
-        return None;
-    }
-    Some((best, Shape { groups: search.groups(key, 0, used), is_flat: false }))
+    best.is_finite().then(|| Shape { groups: search.groups(key, 0, used), is_flat: false })
 }
 
 /// Steps of [`fit`] for this many cuts, in units of about ten nanoseconds.
@@ -104,24 +89,35 @@ struct Table {
 }
 
 struct FitSearch<'a> {
-    settings: &'a Fit<'a>,
+    problem: &'a Problem,
+    line: &'a LinearOrder,
+    cost: StageCost,
+    levels: &'a [LevelCost],
+    /// Determines in-flight counts; `workers` is an upper bound.
+    flow: ScheduleFlow,
     least: FitObjective,
     /// True if each set contains all sets before it.
     is_line: bool,
     tables: HashMap<Key, Table>,
 }
 
-impl FitSearch<'_> {
+impl<'a> FitSearch<'a> {
+    fn new(problem: &'a Problem, line: &'a LinearOrder, levels: &'a [LevelCost], least: FitObjective) -> FitSearch<'a> {
+        let is_line = (1..line.space.len()).all(|at| line.space.nested(at - 1, at));
+        let (cost, flow) = (StageCost::of(problem), build_plan::flow(problem, problem.cluster.devices()));
+        FitSearch { problem, line, cost, levels, flow, least, is_line, tables: HashMap::new() }
+    }
+
     fn prepare(&mut self, key: Key) {
         if self.tables.contains_key(&key) {
             return;
         }
-        let units = self.settings.levels[key.level].count as usize;
+        let units = self.levels[key.level].count as usize;
         let width = units + 1;
         let none = Entry { value: f64::INFINITY, end: 0, replicas: 0 };
         let mut table = Table { first: vec![none; (key.to + 1) * width], later: vec![none; (key.to + 1) * width] };
         table.later[key.to * width].value = 0.0;
-        let space = &self.settings.line.space;
+        let space = &self.line.space;
         for from in (0..key.to).rev() {
             for end in from + 1..=key.to {
                 if !space.nested(from, end) {
@@ -163,71 +159,46 @@ impl FitSearch<'_> {
     /// inputs, outputs, and parameters shared with other stages.
     fn never_fits(&self, from: usize, end: usize) -> bool {
         let FitObjective::Time { within } = self.least else { return false };
-        let own = self.settings.line.holdings(from, end);
+        let own = self.line.holdings(from, end);
         let arena = Arena::always(Way::ALL.map(|way| own.arena.of(way)).into_iter().min().unwrap_or(0));
         let inside = MemoryTerms { inputs: 0, passed: 0, outputs: 0, sent: 0, arena, ..*own };
         let least = |replicas: u32, holdings: MemoryTerms| {
-            let alone = MemoryMultipliers {
-                in_flight: 1,
-                pending_weight_grads: 0,
-                versions: 1,
-                late: 0,
-                replicas,
-                recompute: false,
-                zero: self.settings.zero,
-                in_place: self.settings.in_place,
-                optimizer_state: self.settings.optimizer_state,
-                schedule: self.settings.flow.schedule,
-                // With more replicas, weight gradients may not be batched.
-                microbatches: 1,
-            };
+            // With more replicas, weight gradients may not be batched.
+            let alone = MemoryMultipliers { microbatches: 1, ..multiples_of_one(self.problem, replicas) };
             holdings.held(&alone).total
         };
         // At inner levels a range is cut further, and the check happens there.
-        self.settings.levels.len() == 1
+        self.levels.len() == 1
             && least(1, inside) > within
             // With ZeRO, many replicas need the least memory.
-            && (self.settings.zero.level == 0 || least(MANY_REPLICAS, MemoryTerms { shared: 0, ..inside }) > within)
+            && (self.problem.zero.level == 0 || least(MANY_REPLICAS, MemoryTerms { shared: 0, ..inside }) > within)
     }
 
     /// Microseconds (or bytes) of one unit for the range [from, end); infinity if it does not fit.
     fn inner(&mut self, key: Key, from: usize, end: usize, rest: usize, replicas: usize) -> f64 {
         if let Some(inner) = self.inner_key(key, end, rest, replicas) {
             self.prepare(inner);
-            let units = self.settings.levels[inner.level].count as usize;
+            let units = self.levels[inner.level].count as usize;
             return self.tables[&inner].first[from * (units + 1) + units].value;
         }
-        let settings = self.settings;
         let copies = key.copies.saturating_mul(replicas as u32);
         let workers_after = key.workers_after.saturating_add(key.copies.saturating_mul(rest as u32));
         let position = Position { replicas: copies, workers_after };
-        let in_flight = settings.flow.in_flight(position);
+        let in_flight = self.flow.in_flight(position);
         let own = StageInFlight { replicas: copies, in_flight };
         let first = if from == 0 { First::Known(own) } else { First::Unknown };
-        let multiples = MemoryMultipliers {
-            in_flight,
-            pending_weight_grads: settings.flow.pending_weight_grads(position, in_flight),
-            versions: settings.flow.versions(own, first),
-            late: settings.flow.late(own, first),
-            replicas: copies,
-            recompute: false,
-            zero: settings.zero,
-            in_place: settings.in_place,
-            optimizer_state: settings.optimizer_state,
-            schedule: settings.flow.schedule,
-            microbatches: settings.flow.microbatches,
-        };
-        let total = settings.line.holdings(from, end).held(&multiples).total;
+        let multiples = multiples_at(self.problem, &self.flow, position, in_flight, first);
+        let total = self.line.holdings(from, end).held(&multiples).total;
         match self.least {
             FitObjective::Memory => total as f64,
             FitObjective::Time { within } if total > within => f64::INFINITY,
-            FitObjective::Time { .. } => settings.line.space.compute[end] - settings.line.space.compute[from],
+            FitObjective::Time { .. } => self.line.space.compute[end] - self.line.space.compute[from],
         }
     }
 
     fn inner_key(&self, key: Key, end: usize, rest: usize, replicas: usize) -> Option<Key> {
         let level = key.level.checked_sub(1)?;
-        let unit: u32 = self.settings.levels[..key.level].iter().map(|level| level.count).product();
+        let unit: u32 = self.levels[..key.level].iter().map(|level| level.count).product();
         let after = key.copies.saturating_mul(unit).saturating_mul(rest as u32);
         Some(Key {
             level,
@@ -241,21 +212,12 @@ impl FitSearch<'_> {
         if self.least == FitObjective::Memory || inner.is_infinite() {
             return inner;
         }
-        let space = &self.settings.line.space;
-        let part = StageRange {
-            is_first,
-            is_last: end + 1 == space.len(),
-            replicas: replicas as u32,
-            inner_us: inner,
-            weight_bytes: space.weights[end] - space.weights[from],
-            in_bytes: space.cut[from],
-            out_bytes: space.cut[end],
-        };
-        self.settings.cost.part_us(&self.settings.levels[level], &part)
+        let part = self.line.space.range(from, end, replicas as u32, is_first, inner);
+        self.cost.part_us(&self.levels[level], &part)
     }
 
     fn groups(&self, key: Key, from: usize, units: usize) -> Vec<Group> {
-        let width = self.settings.levels[key.level].count as usize + 1;
+        let width = self.levels[key.level].count as usize + 1;
         let table = &self.tables[&key];
         let mut groups = Vec::new();
         let (mut at, mut left, mut entries) = (from, units, &table.first);
@@ -263,9 +225,9 @@ impl FitSearch<'_> {
             let Entry { end, replicas, .. } = entries[at * width + left];
             left -= replicas;
             let body = match self.inner_key(key, end, left, replicas) {
-                None => StageBody::Ops(self.settings.line.space.between(at, end)),
+                None => StageBody::Ops(self.line.space.between(at, end)),
                 Some(inner) => {
-                    let count = self.settings.levels[inner.level].count as usize;
+                    let count = self.levels[inner.level].count as usize;
                     StageBody::Groups(self.groups(inner, at, count))
                 }
             };
@@ -281,20 +243,18 @@ impl FitSearch<'_> {
 mod tests {
     use super::*;
     use crate::cluster::read::levels;
+    use crate::partition::search::downsets::DownSets;
     use crate::plan::gradient_buffers::GradientBuffers;
-    use crate::plan::problem::CostModel;
+    use crate::plan::problem::{CostModel, Target};
     use crate::plan::schedule::Schedule;
+    use crate::plan::stage_cost;
+    use crate::plan::zero::Zero;
     use crate::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 
     /// A chain of six ops, with parameters of these bytes, each used by a pair of ops.
     fn graph(params: &[(u32, u32, u64)]) -> CostGraph {
         let op = |id| OpCost { id, fwd_us: 1.0, bwd_us: 2.0, saved_bytes: 3, out_bytes: 8, ..OpCost::default() };
-        let tensor = |at| TensorCost {
-            name: String::new(),
-            producer: OpId(at),
-            bytes: 8,
-            consumers: if at < 5 { vec![OpId(at + 1)] } else { Vec::new() },
-        };
+        let tensor = |at: u32| TensorCost::new(at, 8, &[at + 1][..usize::from(at < 5)]);
         let param = |&(one, other, bytes): &(u32, u32, u64)| {
             let mut users = vec![OpId(one), OpId(other)];
             users.dedup();
@@ -320,27 +280,15 @@ mod tests {
             pairs.flat_map(|pair| kinds.into_iter().flat_map(move |zero| [0.0, 2.0].map(|state| (pair, zero, state))))
         {
             let graph = graph(&[(one, other, 1000), (1, 1, 7), (4, 4, 300)]);
-            let line = LinearOrder::new(&graph, CostModel::Pipec, (0..6).collect(), (0..=6).collect(), passing);
-            let flow = ScheduleFlow { schedule: Schedule::OneFOneB, microbatches: 4, chunks: 1, workers: 4, room: 0 };
-            let levels = [LevelCost { count: 4, bytes_per_us: 1.0, previous_count: 1 }];
-            let cost = StageCost { model: CostModel::Pipec, activation_compression: None };
-            let settings =
-                Fit { line: &line, cost: &cost, levels: &levels, flow, optimizer_state: state, zero, in_place: false };
+            let space = DownSets::chain(&graph, CostModel::Pipec, (0..6).collect(), (0..=6).collect());
+            let line = LinearOrder::over(&graph, space, passing);
+            let mut problem = Problem::new(graph, levels("4:1GB/s").unwrap(), CostModel::Pipec);
+            (problem.schedule, problem.microbatches) = (Schedule::OneFOneB, 4);
+            (problem.optimizer_state, problem.zero) = (state, zero);
+            problem.constraints.target = Some(Target::Torchtitan);
+            let levels = stage_cost::levels(&problem.cluster);
             let held = |from: usize, end: usize, replicas: u32| {
-                let multiples = MemoryMultipliers {
-                    in_flight: 1,
-                    pending_weight_grads: 0,
-                    versions: 1,
-                    late: 0,
-                    replicas,
-                    recompute: false,
-                    zero,
-                    in_place: false,
-                    optimizer_state: state,
-                    schedule: Schedule::OneFOneB,
-                    microbatches: 4,
-                };
-                line.holdings(from, end).held(&multiples).total
+                line.holdings(from, end).held(&multiples_of_one(&problem, replicas)).total
             };
             let runs: Vec<(usize, usize)> =
                 (0..6).flat_map(|from| (from + 1..=6).map(move |end| (from, end))).collect();
@@ -349,8 +297,7 @@ mod tests {
                 let all = more.flat_map(|&(from, end)| (1..=4).map(move |replicas| held(from, end, replicas)));
                 let least = all.min().unwrap();
                 let search = |within: u64| {
-                    let (least, tables) = (FitObjective::Time { within }, HashMap::new());
-                    FitSearch { settings: &settings, least, is_line: true, tables }.never_fits(from, end)
+                    FitSearch::new(&problem, &line, &levels, FitObjective::Time { within }).never_fits(from, end)
                 };
                 assert!(!search(least), "{from}..{end} of {one} and {other} fits in {least} B at level {zero}");
                 fitting += 1;

@@ -21,7 +21,7 @@ impl Borders {
             join_ends(&mut names);
         }
         let mut numbers: BTreeMap<String, usize> = BTreeMap::new();
-        let mut units = vec![BTreeSet::new(); joined.len()];
+        let mut units = vec![BTreeSet::new(); joined.leaders.len()];
         for (at, name) in names.into_iter().enumerate().filter(|(_, name)| !name.is_empty()) {
             let next = numbers.len();
             units[joined.place(at)].insert(*numbers.entry(name).or_insert(next));

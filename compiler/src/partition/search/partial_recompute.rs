@@ -5,8 +5,7 @@
 //! by one stay whole. The number is found by bisection between one that does not fit and one that does.
 
 use crate::partition::dp::nested_partition::Shape;
-use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::{HeldTerms, Recompute, StagePosition};
+use crate::partition::search::build_plan::{self, HeldTerms, Recompute, StagePosition};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::Problem;
 use crate::profile::recompute_scope::{RecomputeCosts, RecomputeScope, RecomputeTerms};
@@ -102,10 +101,7 @@ fn counts(problem: &Problem, ops: &[u32]) -> Vec<u32> {
 fn terms_of_first(problem: &Problem, shape: &Shape) -> Vec<Vec<RecomputeTerms>> {
     let graph = &problem.graph;
     let costs = RecomputeCosts::of(graph);
-    let mut stage_of = vec![0; graph.ops.len()];
-    for (at, leaf) in shape.leaves().iter().enumerate() {
-        leaf.ops.iter().for_each(|&op| stage_of[op as usize] = at);
-    }
+    let stage_of = build_plan::stage_of(problem, shape);
     let mut sent: Vec<Vec<usize>> = vec![Vec::new(); graph.ops.len()];
     for (at, tensor) in graph.tensors.iter().enumerate() {
         let made = tensor.producer.index();

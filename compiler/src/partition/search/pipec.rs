@@ -24,7 +24,6 @@ pub struct PlacedPipeline {
     pub us: f64,
     /// Lower bound for all partitions into these ranges.
     pub bound_us: f64,
-    pub is_complete: bool,
     pub states: u64,
 }
 
@@ -70,7 +69,7 @@ impl PlacementQuery<'_> {
         if self.levels.len() > 1 {
             offer(self.read(&self.table(Measure::Estimate, known - least_way, &mut StageLoads::of_newest(self))));
         }
-        let mut states = self.places.len() as u64;
+        let mut states = self.places.space.len() as u64;
         let met = |us: f64| us <= bound_us * (1.0 + 1e-9);
         let mut is_complete = best.as_ref().is_some_and(|(us, _)| met(*us));
         if !is_complete && self.steps > 0 {
@@ -85,7 +84,7 @@ impl PlacementQuery<'_> {
             return Err(if is_complete { known_us } else { bound_us.min(known_us) });
         };
         let bound_us = if is_complete { us } else { bound_us.min(us) };
-        Ok(PlacedPipeline { placements: self.shifted(placements), us, bound_us, is_complete, states })
+        Ok(PlacedPipeline { placements: self.shifted(placements), us, bound_us, states })
     }
 
     /// The partition with the smallest peak memory on the devices in `counted`, and that peak in bytes.

@@ -5,17 +5,17 @@
 //! that require them. Cuts may be restricted to module boundaries.
 
 use crate::partition::dp::nested_partition::Shape;
-use crate::partition::explain::infeasible;
 use crate::partition::heterogeneous::class_dp::ClassDp;
 use crate::partition::heterogeneous::device_orders::Sequence;
 use crate::partition::heterogeneous::device_ranges::DeviceRanges;
-use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::StagePosition;
+use crate::partition::infeasible;
+use crate::partition::search::build_plan::{self, StagePosition};
 use crate::partition::search::constraints;
 use crate::partition::search::context::{DEFAULT_BUDGET, Depth, SearchContext, SearchLimits};
 use crate::partition::search::downsets::{DownSets, Growth};
 use crate::partition::search::finish_plan;
 use crate::partition::search::first_stage;
+use crate::partition::search::interleaved;
 use crate::partition::search::linear_order;
 use crate::partition::search::linear_search;
 use crate::partition::search::module_boundaries::Borders;
@@ -26,7 +26,7 @@ use crate::partition::search::range_costs::RangeCosts;
 use crate::partition::search::result::{PlanCandidate, SearchResult};
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::in_flight::First;
-use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError, Target};
+use crate::plan::problem::{CostModel, Objective, Problem, ProblemError, Target};
 use crate::plan::schedule::PendingWeightGrads;
 use std::cell::Cell;
 
@@ -66,23 +66,25 @@ const MOST_PINNED: usize = 16;
 /// All candidates that satisfy the problem's constraints; includes the baselines if there are no constraints.
 pub fn found(question: &SearchContext<'_>, baselines: &[PlanCandidate; 3]) -> Result<SearchResult, ProblemError> {
     let problem = question.problem;
+    if problem.chunks > 1 {
+        return interleaved::found(question);
+    }
     let rules = rules(question)?;
-    let mut search = Search { question, found: SearchResult::nothing() };
+    let mut search = Search { question, found: SearchResult::default() };
+    let mut known_us = question.among.known_us;
     let is_free = rules == [free(problem)] && problem.constraints.cut_after.is_none() && !keeps_modules(problem);
     if is_free {
-        let fits = |candidate: &&PlanCandidate| candidate.fits;
-        let best = baselines.iter().filter(fits).map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
         search.found.candidates.extend(baselines.iter().cloned());
+        let best_us = search.found.fastest_us();
         // Optimal: the baseline spreads all compute over all devices.
-        if problem.objective != Objective::Memory && best <= finish_plan::spread(problem) * (1.0 + 1e-9) {
+        if problem.objective != Objective::Memory && best_us <= finish_plan::spread(problem) * (1.0 + 1e-9) {
             search.found.states = baselines.len() as u64;
-            search.found.proven_us = Some(best);
+            search.found.proven_us = Some(best_us);
             return Ok(search.found);
         }
-        search.ask(&rules, best.min(question.among.known_us))?;
-    } else {
-        search.ask(&rules, question.among.known_us)?;
+        known_us = best_us.min(known_us);
     }
+    search.ask(&rules, known_us)?;
     if search.found.candidates.is_empty() && question.among.known_us.is_infinite() {
         let what = "no partition satisfies all constraints together; use fewer constraints or more devices";
         return Err(ProblemError::Unmet { what: what.to_string() });
@@ -104,28 +106,10 @@ fn rules(question: &SearchContext<'_>) -> Result<Vec<Rules>, ProblemError> {
     let constraints = &problem.constraints;
     let devices = problem.cluster.devices();
     let most_places = problem.graph.ops.len().min(devices as usize);
-    let caps = match &problem.in_flight {
-        InFlight::Given(caps) => Some(caps.clone()),
-        _ => None,
-    };
+    let caps = problem.in_flight.given().map(<[u32]>::to_vec);
     let pins = constraints::pinned(question.joined, &constraints.pins)?;
-    let cut = constraints.cut_after.as_ref().map(Vec::len).map(|cuts| cuts + 1);
     let replicas = constraints.replicas.clone();
-    let fixed = cut.or(replicas.as_ref().map(Vec::len)).or(caps.as_ref().map(Vec::len));
-    if let (Some(stages), Some(replicas)) = (fixed, replicas.as_ref().filter(|list| Some(list.len()) != fixed)) {
-        return Err(ProblemError::Disagree { cuts: stages - 1, stages, replicas: replicas.len() });
-    }
-    if let (Some(stages), Some(caps)) = (fixed, caps.as_ref().filter(|list| Some(list.len()) != fixed)) {
-        return Err(ProblemError::Caps { caps: caps.len(), stages });
-    }
-    if let Some(stages) = fixed {
-        if stages as u64 > u64::from(devices) {
-            return Err(ProblemError::TooManyReplicas { wanted: stages as u64, devices });
-        }
-        if stages > problem.graph.ops.len() {
-            return Err(ProblemError::TooManyStages { stages, ops: problem.graph.ops.len() });
-        }
-    }
+    let fixed = constraints::stages(problem)?;
     let most = constraints.most_stages.map(|most| most as usize);
     if let (Some(stages), Some(most)) = (fixed, most.filter(|most| fixed.is_some_and(|stages| stages > *most))) {
         return Err(ProblemError::Unmet {
@@ -176,11 +160,8 @@ impl Search<'_> {
         let orders = f64::from(orders);
         let (most, within) = if depth == Depth::Glance { (COARSE, GLANCE) } else { (MAX_PLACES, 2e7 * part(problem)) };
         let fine = largest((graph.ops.len() + 1).min(most), |places| effort(problem, rules, places) * orders <= within);
-        let fixed = match &problem.constraints.cut_after {
-            Some(names) => Some(constraints::resolve(graph, self.question.joined, names)?),
-            None => None,
-        };
-        if let Some((order, ends)) = fixed {
+        if let Some(names) = &problem.constraints.cut_after {
+            let (order, ends) = constraints::resolve(graph, self.question.joined, names)?;
             let space = DownSets::chain(graph, CostModel::Pipec, order, ends);
             self.within(&space, rules, &mut known, true);
             return Ok(());
@@ -227,25 +208,15 @@ impl Search<'_> {
         let affordable = if depth == Depth::Draft { affordable.min(DRAFTED) } else { affordable };
         let grown =
             if borders.is_some() { None } else { DownSets::grow(graph, CostModel::Paper, Growth::All, affordable) };
-        match grown {
-            Some(space) => self.within(&space, rules, &mut known, true),
-            None if borders.is_some() => {
-                self.found.fallback = Some(
-                    "only topological orders, cut at module \
-                boundaries, were tried"
-                        .to_string(),
-                )
-            }
-            None => {
-                let along = if fine > graph.ops.len() {
-                    "only one topological order was tried"
-                } else {
-                    "only one topological order of \
-                    grouped ops was tried"
-                };
-                self.found.fallback = Some(format!("{along}: more than {affordable} down-sets"));
-            }
+        if let Some(space) = grown {
+            self.within(&space, rules, &mut known, true);
+            return Ok(());
         }
+        let of_groups = if fine > graph.ops.len() { "" } else { " of grouped ops" };
+        self.found.fallback = Some(match borders {
+            Some(_) => "only topological orders, cut at module boundaries, were tried".to_string(),
+            None => format!("only one topological order{of_groups} was tried: more than {affordable} down-sets"),
+        });
         Ok(())
     }
 
@@ -280,7 +251,7 @@ impl Search<'_> {
         for mut placing in numbers.placings(problem, &places, &fleet, rules) {
             placing.steps = match self.question.among.depth {
                 Depth::Glance | Depth::Tables => 0,
-                Depth::Draft | Depth::Whole if is_whole && places.len() <= FEW => steps,
+                Depth::Draft | Depth::Whole if is_whole && places.space.len() <= FEW => steps,
                 Depth::Draft | Depth::Whole => steps / 16,
             };
             if problem.objective == Objective::Memory {
@@ -288,7 +259,7 @@ impl Search<'_> {
                 self.offer(&places, &placements);
                 // Then the fastest partition with this peak memory.
                 placing.memory_limit = Some(bytes);
-                self.found.states += places.len() as u64;
+                self.found.states += places.space.len() as u64;
             }
             let free = *known;
             let solved = placing.solve(free);
@@ -327,14 +298,9 @@ impl Search<'_> {
 
     fn offer(&mut self, places: &RangeCosts<'_>, placements: &[StagePlacement]) -> bool {
         let problem = self.question.problem;
-        let stages = placements
-            .iter()
-            .map(|placement| (places.space.between(placement.from, placement.to), placement.replicas))
-            .collect();
-        let spots = placements
-            .iter()
-            .map(|placement| StagePosition { first: placement.first, recompute: placement.recompute.into() })
-            .collect();
+        let stages = placements.iter().map(|one| (places.space.between(one.from, one.to), one.replicas)).collect();
+        let spot = |one: &StagePlacement| StagePosition { first: one.first, recompute: one.recompute.into() };
+        let spots = placements.iter().map(spot).collect();
         let shape = Shape::flat(stages, problem.cluster.levels.len() > 1);
         let candidate = self.question.placed("pipec", shape, spots);
         let fits = candidate.fits;
@@ -399,7 +365,7 @@ impl AssumedPipelines {
             rules.iter().flat_map(move |rules| self.list.iter().map(move |&(exactly, first)| (rules, exactly, first)));
         each.filter_map(move |(rules, exactly, first)| {
             let exceeds = |stages: usize| exactly.is_some_and(|workers| stages > workers as usize);
-            if rules.stages.is_some_and(|stages| stages >= places.len() || exceeds(stages)) {
+            if rules.stages.is_some_and(|stages| stages >= places.space.len() || exceeds(stages)) {
                 return None;
             }
             if let (First::Known(first), Some(replicas)) = (first, rules.replicas.as_deref())
@@ -411,6 +377,7 @@ impl AssumedPipelines {
                 return None;
             }
             Some(PlacementQuery {
+                problem,
                 places,
                 levels: &problem.cluster.levels,
                 fleet,
@@ -419,9 +386,6 @@ impl AssumedPipelines {
                 asked: build_plan::asked(problem),
                 flow: build_plan::flow(problem, exactly.unwrap_or(devices)),
                 first,
-                optimizer_state: problem.optimizer_state,
-                zero: problem.zero,
-                in_place: problem.reduces_in_place(),
                 memory_limit: problem.memory_limit.map(|limit| limit.0),
                 rules,
                 steps: 0,
@@ -450,15 +414,13 @@ pub fn blended(question: &SearchContext<'_>, counts: &ClassDp) -> Result<Option<
         let one = |rules: &Rules| counts.effort(sets, rules.stages.or(rules.most_stages).unwrap_or(1));
         tables * numbers.list.len() as f64 * rules.iter().map(one).sum::<f64>()
     };
-    let budget = question.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
+    let budget = question.options.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
     let most = largest(budget, |sets| effort(sets) <= BLEND);
     if effort(most) > BLEND {
         return Ok(None);
     }
-    let fixed = match &problem.constraints.cut_after {
-        Some(names) => Some(constraints::resolve(graph, question.joined, names)?),
-        None => None,
-    };
+    let given = problem.constraints.cut_after.as_ref();
+    let fixed = given.map(|names| constraints::resolve(graph, question.joined, names)).transpose()?;
     let (space, is_whole) = match fixed {
         Some((order, ends)) => (DownSets::chain(graph, CostModel::Pipec, order, ends), true),
         None => match DownSets::grow(graph, CostModel::Paper, Growth::All, most).filter(|_| !keeps_modules(problem)) {
@@ -515,7 +477,7 @@ pub fn blended(question: &SearchContext<'_>, counts: &ClassDp) -> Result<Option<
 
 /// Largest number of down-sets that may be searched.
 fn affordable(question: &SearchContext<'_>, rules: &[Rules]) -> usize {
-    let budget = question.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
+    let budget = question.options.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
     let orders = f64::from(question.among.orders);
     largest(budget, |sets| effort(question.problem, rules, sets) * orders <= 1e8 * part(question.problem))
 }

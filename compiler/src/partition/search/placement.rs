@@ -2,12 +2,12 @@
 
 use crate::cluster::Level;
 use crate::partition::heterogeneous::device_ranges::DeviceRanges;
+use crate::partition::search::build_plan;
 use crate::partition::search::range_costs::{RangeCosts, Run};
 use crate::plan::cost_estimate::FlowQuery;
 use crate::plan::in_flight::{First, Position, ScheduleFlow, StageInFlight};
 use crate::plan::memory::MemoryMultipliers;
-use crate::plan::problem::Recomputation;
-use crate::plan::zero::Zero;
+use crate::plan::problem::{Problem, Recomputation};
 use std::cell::Cell;
 use std::ops::RangeInclusive;
 
@@ -28,6 +28,7 @@ pub struct Rules {
 
 #[derive(Clone, Debug)]
 pub struct PlacementQuery<'a> {
+    pub problem: &'a Problem,
     pub places: &'a RangeCosts<'a>,
     pub levels: &'a [Level],
     pub fleet: &'a DeviceRanges,
@@ -36,11 +37,6 @@ pub struct PlacementQuery<'a> {
     pub flow: ScheduleFlow,
     /// Assumed first stage, if memory depends on it: its replicas, and an upper bound on its in-flight count.
     pub first: First,
-    /// Bytes of optimizer state per byte of weights.
-    pub optimizer_state: f64,
-    /// ZeRO stage for replicated stages.
-    pub zero: Zero,
-    pub in_place: bool,
     /// Bytes per device.
     pub memory_limit: Option<u64>,
     /// Exact number of devices, from the first device of the first stage to the last device; `None` allows any number.
@@ -85,15 +81,14 @@ impl PlacementQuery<'_> {
     }
 
     pub fn layers(&self) -> Option<usize> {
-        self.rules.stages.or(self.rules.most_stages).map(|most| most.min(self.places.len() - 1))
+        self.rules.stages.or(self.rules.most_stages).map(|most| most.min(self.places.space.len() - 1))
     }
 
-    /// Possible stage counts of a whole partition, as table layers.
+    /// Possible stage counts of a whole partition, as table layers; none if there are too few places for them.
     pub fn finals(&self) -> RangeInclusive<usize> {
-        match (self.rules.stages, self.layers()) {
-            (Some(exactly), _) => exactly..=exactly,
-            (None, Some(most)) => 1..=most,
-            (None, None) => 0..=0,
+        match self.layers() {
+            Some(most) => self.rules.stages.unwrap_or(1)..=most,
+            None => 0..=0,
         }
     }
 
@@ -174,8 +169,8 @@ impl PlacementQuery<'_> {
     pub fn bytes(&self, run: &Run, replicas: u32, rest: u32, recompute: bool, stage: Option<usize>) -> u64 {
         let position = Position { replicas, workers_after: rest };
         let in_flight = self.in_flight(replicas, rest, stage);
-        let own = StageInFlight { replicas, in_flight };
-        let first = if run.is_first { First::Known(own) } else { self.first };
+        let own = First::Known(StageInFlight { replicas, in_flight });
+        let first = if run.is_first { own } else { self.first };
         // The query assumes a first stage; a different first stage is not allowed.
         let is_another = match self.first {
             First::Known(first) => in_flight > first.in_flight || replicas != first.replicas,
@@ -185,23 +180,8 @@ impl PlacementQuery<'_> {
         if run.is_first && is_another {
             return u64::MAX;
         }
-        let (versions, late) = (self.flow.versions(own, first), self.flow.late(own, first));
-        let (zero, in_place, optimizer_state) = (self.zero, self.in_place, self.optimizer_state);
-        let ScheduleFlow { schedule, microbatches, .. } = self.flow;
-        let pending_weight_grads = self.flow.pending_weight_grads(position, in_flight);
-        let multiples = MemoryMultipliers {
-            in_flight,
-            pending_weight_grads,
-            versions,
-            late,
-            replicas,
-            recompute,
-            zero,
-            in_place,
-            optimizer_state,
-            schedule,
-            microbatches,
-        };
+        let multiples = build_plan::multiples_at(self.problem, &self.flow, position, in_flight, first);
+        let multiples = MemoryMultipliers { recompute, ..multiples };
         run.holdings.held(&multiples).total
     }
 }

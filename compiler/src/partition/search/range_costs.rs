@@ -9,7 +9,7 @@ use crate::partition::search::largest_in_range::Ranking;
 use crate::plan::gradient_buffers::GradientBuffers;
 use crate::plan::memory::MemoryTerms;
 use crate::profile::arena::{Arena, ArenaPosition, Needs, Way};
-use crate::profile::cost_graph::{CostGraph, Flows, OpId, ParamCost};
+use crate::profile::cost_graph::{CostGraph, Flows, OpCost, OpId, ParamCost};
 use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms};
 use std::ops::Range;
 
@@ -23,26 +23,13 @@ pub struct RangeCosts<'a> {
     backward: Vec<f64>,
     /// Forward of the ops that can be recomputed.
     again: Vec<f64>,
-    /// Bytes of parameters with a single user.
-    weights: Vec<u64>,
-    /// Bytes of frozen weights with a single user, and those with several.
-    frozen: Vec<u64>,
+    /// Sums over the ops of each set.
+    sums: Vec<Sums>,
     shared_frozen: Vec<usize>,
-    /// Bytes of the gradient sums of the parameters with a single user.
-    summed: Vec<u64>,
-    /// Bytes of the master weights of those.
-    masters: Vec<u64>,
-    /// Bytes of gradient sums, counted once per use of a parameter.
-    terms: Vec<u64>,
-    saved: Vec<u64>,
     recompute: RecomputeCosts,
-    /// Bytes that recomputation frees and keeps, and those that it frees at once.
-    recomputed: Vec<[u64; 3]>,
     /// Ops ranked by the bytes that recomputing their layer frees.
     by_layer: Ranking,
     tied: Vec<usize>,
-    /// Bytes kept between the input-gradient and the weight-gradient pass.
-    halves: Vec<u64>,
     /// Determines whether output gradients need a second buffer.
     passing: GradientBuffers,
     made: Vec<Vec<u32>>,
@@ -58,9 +45,12 @@ pub struct RangeCosts<'a> {
     is_joint: bool,
     /// For each `Way`: ops ranked by their arena bytes inside a range.
     by_arena: [Ranking; 4],
-    /// Bytes buffered for batched weight gradients.
-    batched_grads: Vec<u64>,
 }
+
+/// Bytes of an op, or of all ops of a set: parameters with a single user, their gradient sums and master weights,
+/// frozen weights with a single user, gradient sums once per use of a parameter, batched weight gradients, what is
+/// saved, what recomputation frees and keeps, what it frees at once, and what the weight-gradient pass needs.
+type Sums = [u64; 11];
 
 /// The ops between two nested down-sets: a possible stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -105,18 +95,10 @@ impl<'a> RangeCosts<'a> {
             forward: vec![0.0; count],
             backward: vec![0.0; count],
             again: vec![0.0; count],
-            weights: vec![0; count],
-            frozen: vec![0; count],
+            sums: vec![[0; 11]; count],
             shared_frozen: (0..graph.frozen.len()).filter(|&at| graph.frozen[at].users.len() > 1).collect(),
-            summed: vec![0; count],
-            masters: vec![0; count],
-            terms: vec![0; count],
-            batched_grads: vec![0; count],
-            saved: vec![0; count],
             recompute: RecomputeCosts::of(graph),
-            recomputed: vec![[0; 3]; count],
             by_layer: Ranking::default(),
-            halves: vec![0; count],
             passing,
             made: vec![Vec::new(); ops],
             tied: (0..graph.params.len()).filter(|&at| graph.params[at].users.len() > 1).collect(),
@@ -133,9 +115,15 @@ impl<'a> RangeCosts<'a> {
             let within = places.needs.iter().map(|needs| needs.at(ArenaPosition::default()).of(way));
             places.by_arena[way.index()] = Ranking::of(within);
         }
-        let mut own = vec![[0u64; 4]; ops];
+        let (used, costs) = (graph.summed_bytes(), &places.recompute);
+        let of_op = |(op, cost): (usize, &OpCost)| -> Sums {
+            let (freed, kept) = (costs.freed[op], costs.kept[op]);
+            let (saved, halves) = (cost.kept_bytes(), cost.pending_weight_grad_bytes());
+            [0, 0, 0, 0, used[op], cost.batched_grad_bytes, saved, freed, kept, cost.saved_bytes, halves]
+        };
+        let mut own: Vec<Sums> = graph.ops.iter().enumerate().map(of_op).collect();
         for param in graph.params.iter().filter(|param| param.users.len() == 1) {
-            let [bytes, summed, masters, _] = &mut own[param.users[0].index()];
+            let [bytes, summed, masters, ..] = &mut own[param.users[0].index()];
             *bytes += param.bytes;
             *summed += param.sum_bytes;
             *masters += param.master_bytes();
@@ -143,7 +131,6 @@ impl<'a> RangeCosts<'a> {
         for frozen in graph.frozen.iter().filter(|frozen| frozen.users.len() == 1) {
             own[frozen.users[0].index()][3] += frozen.bytes;
         }
-        let used = graph.summed_bytes();
         for (at, tensor) in graph.tensors.iter().enumerate() {
             places.made[tensor.producer.index()].push(at as u32);
         }
@@ -158,20 +145,10 @@ impl<'a> RangeCosts<'a> {
             let fresh = added.iter().flat_map(|&op| places.made[op as usize].iter().copied());
             let open: Vec<u32> = places.crossing[base].iter().copied().chain(fresh).collect();
             places.crossing[set] = open.into_iter().filter(|&tensor| places.leaves(tensor, set)).collect();
-            let sum = |start: u64, bytes: &dyn Fn(usize) -> u64| {
-                added.iter().fold(start, |sum, &op| sum.saturating_add(bytes(op as usize)))
-            };
-            places.weights[set] = sum(places.weights[base], &|op| own[op][0]);
-            places.summed[set] = sum(places.summed[base], &|op| own[op][1]);
-            places.masters[set] = sum(places.masters[base], &|op| own[op][2]);
-            places.frozen[set] = sum(places.frozen[base], &|op| own[op][3]);
-            places.terms[set] = sum(places.terms[base], &|op| used[op]);
-            places.batched_grads[set] = sum(places.batched_grads[base], &|op| graph.ops[op].batched_grad_bytes);
-            places.saved[set] = sum(places.saved[base], &|op| graph.ops[op].kept_bytes());
-            let ([freed, kept, saved], costs) = (places.recomputed[base], &places.recompute);
-            let saved = sum(saved, &|op| graph.ops[op].saved_bytes);
-            places.recomputed[set] = [sum(freed, &|op| costs.freed[op]), sum(kept, &|op| costs.kept[op]), saved];
-            places.halves[set] = sum(places.halves[base], &|op| graph.ops[op].pending_weight_grad_bytes());
+            places.sums[set] = places.sums[base];
+            for &op in &added {
+                places.sums[set].iter_mut().zip(own[op as usize]).for_each(|(sum, own)| *sum = sum.saturating_add(own));
+            }
             let time =
                 |start: f64, us: &dyn Fn(usize) -> f64| added.iter().fold(start, |sum, &op| sum + us(op as usize));
             places.forward[set] = time(places.forward[base], &|op| graph.ops[op].fwd_us);
@@ -189,14 +166,6 @@ impl<'a> RangeCosts<'a> {
     /// The tensors that cross the cut after a set.
     pub fn crossing(&self, set: usize) -> &[u32] {
         &self.crossing[set]
-    }
-
-    pub fn len(&self) -> usize {
-        self.forward.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len() < 2
     }
 
     pub fn has(&self, set: usize, op: usize) -> bool {
@@ -299,13 +268,16 @@ impl<'a> RangeCosts<'a> {
         let span = self.span(from, to);
         let most = |ops: &Ranking| ops.within(span.clone()).find(|(_, op)| inside(*op)).map_or(0, |(bytes, _)| bytes);
         let forward_us = (self.forward[to] - self.forward[from]).max(0.0);
-        let ([freed_before, kept_before, before], [freed, kept, saved]) = (self.recomputed[from], self.recomputed[to]);
+        let (before, mut within) = (&self.sums[from], self.sums[to]);
+        within.iter_mut().zip(before).for_each(|(sum, before)| *sum -= before);
+        let [weights, own_summed, own_masters, own_frozen, terms, batched_grads, saved, freed, kept, at_once, halves] =
+            within;
         let mut recompute = RecomputeTerms {
-            freed: freed - freed_before,
-            kept: kept - kept_before,
+            freed,
+            kept,
             layer: most(&self.by_layer),
             is_by_part: self.recompute.is_by_part,
-            at_once: if self.recompute.is_by_part { saved - before } else { 0 },
+            at_once: if self.recompute.is_by_part { at_once } else { 0 },
             ..RecomputeTerms::default()
         };
         for tensor in self.crossing[to].iter().filter(|tensor| made(tensor)) {
@@ -314,21 +286,21 @@ impl<'a> RangeCosts<'a> {
         let holdings = MemoryTerms {
             largest: most(&self.by_use),
             needed: most(&self.by_need),
-            weights: self.weights[to] - self.weights[from] + tied,
-            frozen: self.frozen[to] - self.frozen[from] + frozen,
-            summed: self.summed[to] - self.summed[from] + summed,
-            masters: self.masters[to] - self.masters[from] + masters,
-            terms: self.terms[to] - self.terms[from],
+            weights: weights + tied,
+            frozen: own_frozen + frozen,
+            summed: own_summed + summed,
+            masters: own_masters + masters,
+            terms,
             shared,
-            saved: self.saved[to] - self.saved[from],
+            saved,
             inputs: in_bytes,
             passed: self.passing.bytes(in_bytes, forward_us),
             outputs: out_bytes,
             sent,
             recompute,
-            halves: (self.halves[to] - self.halves[from]).saturating_sub(arriving),
+            halves: halves.saturating_sub(arriving),
             arena: self.arena(from, to, &span),
-            batched_grads: self.batched_grads[to] - self.batched_grads[from],
+            batched_grads,
         };
         Run {
             is_first: from == 0,

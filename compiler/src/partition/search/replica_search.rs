@@ -5,12 +5,12 @@
 //! search goes on from the fastest.
 
 use crate::partition::answer::{Answer, without_bound};
-use crate::partition::options::PlannerOptions;
 use crate::partition::search::context::{Depth, SearchContext, SearchLimits};
-use crate::partition::search::improve::{Simulated, improve, may_improve};
+use crate::partition::search::improve::{improve, may_improve};
+use crate::partition::search::pipec_rules;
 use crate::partition::search::result::{PlanCandidate, order};
+use crate::partition::search::select::{self, Simulated};
 use crate::partition::search::simulate_candidate::short_us;
-use crate::partition::search::{pipec_rules, select};
 use crate::plan::problem::{Constraints, InFlight, Problem};
 use std::collections::HashSet;
 
@@ -37,26 +37,19 @@ const MORE: u32 = 4;
 const FASTER: f64 = 0.998;
 
 /// A faster plan than this one, if one is found, and the number of plans that were compared.
-pub fn search(
-    original: &Problem,
-    context: &SearchContext<'_>,
-    options: &PlannerOptions<'_>,
-    start: &Simulated,
-) -> (Option<Simulated>, u64) {
+pub fn search(context: &SearchContext<'_>, start: &Simulated) -> (Option<Simulated>, u64) {
     let problem = context.problem;
     let is_free = problem.constraints == Constraints::default() && problem.in_flight == InFlight::Auto;
-    if !is_free || problem.cluster.devices() > MOST_DEVICES || !may_improve(problem, options) {
+    if !is_free || problem.cluster.devices() > MOST_DEVICES || !may_improve(context) {
         return (None, 0);
     }
-    let mut search = ReplicaSearch { original, context, options, baselines: context.baselines(), states: 0 };
+    let mut search = ReplicaSearch { context, baselines: context.baselines(), states: 0 };
     let best = search.run(start);
     ((best.played.minibatch_us < start.played.minibatch_us).then_some(best), search.states)
 }
 
 struct ReplicaSearch<'a> {
-    original: &'a Problem,
     context: &'a SearchContext<'a>,
-    options: &'a PlannerOptions<'a>,
     /// Of the free search; a search with fixed replicas has no use for them.
     baselines: [PlanCandidate; 3],
     states: u64,
@@ -101,11 +94,10 @@ impl ReplicaSearch<'_> {
     fn replace(&mut self, best: &mut Simulated, replicas: &[u32]) {
         let fixed = self.fixed(replicas);
         let context = self.context.about(&fixed);
-        let answer = without_bound(&context, self.options, self.baselines.clone());
+        let answer = without_bound(&context, self.baselines.clone());
         let Ok(Answer { mut found, chosen, .. }) = answer else { return };
-        let (candidate, played) = select::best(self.original, &context, &mut found, chosen, self.options);
-        let draft = Simulated { candidate, played };
-        let (better, states) = improve(self.original, &context, self.options, &draft, &found.candidates, PART);
+        let draft = select::best(&context, &mut found, chosen);
+        let (better, states) = improve(&context, &draft, &found.candidates, PART);
         self.states += states;
         let better = better.unwrap_or(draft);
         if better.played.minibatch_us < best.played.minibatch_us * FASTER {

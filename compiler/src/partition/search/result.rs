@@ -45,6 +45,7 @@ pub fn fullest(spots: &[build_plan::StagePosition], memory: &[StageMemory]) -> u
     held.into_values().max().unwrap_or(0)
 }
 
+#[derive(Default)]
 pub struct SearchResult {
     pub candidates: Vec<PlanCandidate>,
     pub states: u64,
@@ -58,19 +59,21 @@ pub struct SearchResult {
 }
 
 impl SearchResult {
-    pub fn of(candidate: PlanCandidate) -> SearchResult {
-        SearchResult { candidates: vec![candidate], states: 1, ..SearchResult::nothing() }
+    /// Takes the best candidate that fits. The others stay, in order.
+    pub fn take_best(&mut self, objective: Objective) -> Option<PlanCandidate> {
+        self.candidates.sort_by(|left, right| order(objective, left, right));
+        let at = self.candidates.iter().position(|candidate| candidate.fits)?;
+        Some(self.candidates.remove(at))
     }
 
-    pub fn nothing() -> SearchResult {
-        SearchResult {
-            candidates: Vec::new(),
-            states: 0,
-            fallback: None,
-            proven_us: None,
-            bound_us: 0.0,
-            is_pressed: false,
-        }
+    /// The time of the fastest candidate that fits; infinite if none does.
+    pub fn fastest_us(&self) -> f64 {
+        let fitting = self.candidates.iter().filter(|candidate| candidate.fits);
+        fitting.map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min)
+    }
+
+    pub fn of(candidate: PlanCandidate) -> SearchResult {
+        SearchResult { candidates: vec![candidate], states: 1, ..SearchResult::default() }
     }
 }
 

@@ -13,7 +13,7 @@ use crate::partition::search::in_flight::{self, ENOUGH};
 use crate::partition::search::partial_recompute;
 use crate::partition::search::pipec_rules;
 use crate::partition::search::result::{PlanCandidate, SearchResult, baseline_times, order};
-use crate::partition::search::simulate_candidate::{self, Played, played};
+use crate::partition::search::simulate_candidate::{Played, played};
 use crate::plan::Baselines;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, Recomputation};
 
@@ -31,35 +31,36 @@ const LEAST_OF_EQUATIONS: f64 = 0.6;
 /// Largest number of extra in-flight micro-batches that memory is reserved for.
 const MOST_ROOM: u32 = 4;
 
-/// Returns the best candidate and its simulation. Another candidate replaces the best estimate only if its simulated
-/// time is clearly smaller. The others stay in `found`.
-pub fn best(
-    problem: &Problem,
-    question: &SearchContext<'_>,
-    found: &mut SearchResult,
-    chosen: PlanCandidate,
-    options: &PlannerOptions<'_>,
-) -> (PlanCandidate, Played) {
-    let play = |candidate: &PlanCandidate| plays(problem, question, candidate, options);
-    let known = play(&chosen);
+/// A candidate with its simulation.
+#[derive(Clone)]
+pub struct Simulated {
+    pub candidate: PlanCandidate,
+    pub played: Played,
+}
+
+/// Returns the best candidate. Another candidate replaces the best estimate only if its simulated time is clearly
+/// smaller. The others stay in `found`.
+pub fn best(question: &SearchContext<'_>, found: &mut SearchResult, chosen: PlanCandidate) -> Simulated {
+    let &SearchContext { full: problem, options, .. } = question;
+    let played = plays(question, &chosen);
+    let mut best = Simulated { candidate: chosen, played };
     if options.efficiency.is_none() || problem.cost != CostModel::Pipec || problem.objective != Objective::Throughput {
-        return (chosen, known);
+        return best;
     }
-    let mut best = (chosen, known);
     // Without flushes the estimate never exceeds the simulated time; with flushes it may.
     let (least, most) = match problem.schedule.is_continuous() {
         true => (1.0, MOST_PLAYED),
         false => (LEAST_OF_EQUATIONS, MOST_FLUSHED),
     };
-    let prefer = |best: &mut (PlanCandidate, Played), others: &mut [PlanCandidate], most: usize| {
+    let prefer = |best: &mut Simulated, others: &mut [PlanCandidate], most: usize| {
         for other in others.iter_mut().filter(|candidate| candidate.fits).take(most) {
-            if other.minibatch_us * least >= best.1.minibatch_us {
+            if other.minibatch_us * least >= best.played.minibatch_us {
                 continue;
             }
-            let played = play(other);
-            if played.minibatch_us < best.1.minibatch_us * CLEARLY {
-                best.1 = played;
-                std::mem::swap(&mut best.0, other);
+            let played = plays(question, other);
+            if played.minibatch_us < best.played.minibatch_us * CLEARLY {
+                best.played = played;
+                std::mem::swap(&mut best.candidate, other);
             }
         }
     };
@@ -69,63 +70,53 @@ pub fn best(
         return best;
     }
     for room in 1..=MOST_ROOM {
-        let (candidate, known) = &best;
+        let Simulated { candidate, played } = &best;
         // If memory is not the limit, the caps already are as high as useful.
-        if !known.lacks_memory || candidate.minibatch_us >= ENOUGH * known.minibatch_us {
+        if !played.lacks_memory || candidate.minibatch_us >= ENOUGH * played.minibatch_us {
             break;
         }
-        let mut more = candidates_with_reserved_memory(question, room, known.minibatch_us, found);
+        let mut more = candidates_with_reserved_memory(question, room, played.minibatch_us, found);
         prefer(&mut best, &mut more, MOST_PLAYED);
         found.candidates.append(&mut more);
     }
-    without_needless_recompute(question, best, play)
+    without_needless_recompute(question, best)
 }
 
 /// Turns off recomputation in stages that fit without it under the chosen caps; reserved memory may not be used up
 /// everywhere.
-fn without_needless_recompute(
-    question: &SearchContext<'_>,
-    (candidate, played): (PlanCandidate, Played),
-    play: impl Fn(&PlanCandidate) -> Played,
-) -> (PlanCandidate, Played) {
+fn without_needless_recompute(question: &SearchContext<'_>, best: Simulated) -> Simulated {
     if question.problem.recomputation().is_full() {
-        return (candidate, played);
+        return best;
     }
-    let PlanCandidate { name, shape, spots, .. } = &candidate;
+    let PlanCandidate { name, shape, spots, .. } = &best.candidate;
     let holdings = build_plan::holdings(question.problem, shape);
     let mut fewer = spots.clone();
     for at in 0..fewer.len() {
         let before = std::mem::replace(&mut fewer[at].recompute, Recompute::None);
         if before.is_any() {
-            let memory = build_plan::memory(question.problem, shape, &fewer, &holdings, &played.caps, &[]);
+            let memory = build_plan::memory(question.problem, shape, &fewer, &holdings, &best.played.caps, &[]);
             if !build_plan::fits(question.problem, shape, &fewer, &memory) {
                 fewer[at].recompute = before;
             }
         }
     }
     if fewer == *spots {
-        return (candidate, played);
+        return best;
     }
-    let other = question.placed(name, shape.clone(), fewer);
-    let replayed = play(&other);
-    if replayed.minibatch_us <= played.minibatch_us { (other, replayed) } else { (candidate, played) }
+    let candidate = question.placed(name, shape.clone(), fewer);
+    let played = plays(question, &candidate);
+    if played.minibatch_us <= best.played.minibatch_us { Simulated { candidate, played } } else { best }
 }
 
-/// Turns the best candidate into stages over the ops of `problem` that recompute no more ops than fit. Candidates that
-/// recompute whole stages are compared with it, because with fewer ops they may be faster.
-pub fn with_less_recompute(
-    problem: &Problem,
-    question: &SearchContext<'_>,
-    found: &mut SearchResult,
-    (mut chosen, played): (PlanCandidate, Played),
-    options: &PlannerOptions<'_>,
-) -> (PlanCandidate, Played) {
-    chosen.shape = question.joined.spread(&chosen.shape);
-    if !recomputes_less(problem, options) {
-        return (chosen, played);
+/// Turns the best candidate into stages over all ops that recompute no more ops than fit. Candidates that recompute whole
+/// stages are compared with it, because with fewer ops they may be faster.
+pub fn with_less_recompute(question: &SearchContext<'_>, found: &mut SearchResult, mut chosen: Simulated) -> Simulated {
+    chosen.candidate.shape = question.joined.spread(&chosen.candidate.shape);
+    if !recomputes_less(question) {
+        return chosen;
     }
-    let known_us = played.minibatch_us;
-    let mut best = reduced(problem, (chosen, played), options);
+    let known_us = chosen.played.minibatch_us;
+    let mut best = reduced(question, chosen);
     let recomputes = |one: &PlanCandidate| one.spots.iter().any(|spot| spot.recompute.is_any());
     let mut others: Vec<&PlanCandidate> = found.candidates.iter().filter(|one| one.fits && recomputes(one)).collect();
     let least_us = |other: &PlanCandidate| {
@@ -135,39 +126,35 @@ pub fn with_less_recompute(
     };
     others.sort_by(|left, right| least_us(left).total_cmp(&least_us(right)));
     for other in others.into_iter().take(MOST_PLAYED) {
-        let other = PlanCandidate { shape: question.joined.spread(&other.shape), ..other.clone() };
-        let PlanCandidate { shape, spots, caps, minibatch_us, .. } = &other;
-        let played = simulate_candidate::played(problem, shape, spots, caps, *minibatch_us, options.efficiency);
-        let other = reduced(problem, (other, played), options);
-        if other.1.minibatch_us < best.1.minibatch_us * CLEARLY {
+        let candidate = PlanCandidate { shape: question.joined.spread(&other.shape), ..other.clone() };
+        let PlanCandidate { shape, spots, caps, minibatch_us, .. } = &candidate;
+        let played = played(question.full, shape, spots, caps, *minibatch_us, question.options.efficiency);
+        let other = reduced(question, Simulated { candidate, played });
+        if other.played.minibatch_us < best.played.minibatch_us * CLEARLY {
             best = other;
         }
     }
-    if best.1.minibatch_us < known_us || recomputes(&best.0) {
+    if best.played.minibatch_us < known_us || recomputes(&best.candidate) {
         // The searches bound plans that recompute whole stages.
         (found.proven_us, found.bound_us) = (None, 0.0);
     }
     best
 }
 
-/// Recomputes fewer ops of a candidate over the ops of `problem`, unless that makes it slower.
-fn reduced(
-    problem: &Problem,
-    (candidate, played): (PlanCandidate, Played),
-    options: &PlannerOptions<'_>,
-) -> (PlanCandidate, Played) {
-    let PlanCandidate { shape, spots, caps, pending_weight_grads, .. } = &candidate;
-    let Some(fewer) = partial_recompute::reduced(problem, shape, spots, (&played.caps, pending_weight_grads)) else {
-        return (candidate, played);
-    };
+/// Recomputes fewer ops of a candidate over all ops, unless that makes it slower.
+fn reduced(question: &SearchContext<'_>, one: Simulated) -> Simulated {
+    let problem = question.full;
+    let PlanCandidate { shape, spots, caps, pending_weight_grads, .. } = &one.candidate;
+    let limits = (&one.played.caps[..], &pending_weight_grads[..]);
+    let Some(fewer) = partial_recompute::reduced(problem, shape, spots, limits) else { return one };
     let minibatch_us = build_plan::minibatch_us(problem, shape, &fewer, caps);
-    let replayed = simulate_candidate::played(problem, shape, &fewer, caps, minibatch_us, options.efficiency);
-    if replayed.minibatch_us > played.minibatch_us {
-        return (candidate, played);
+    let played = played(problem, shape, &fewer, caps, minibatch_us, question.options.efficiency);
+    if played.minibatch_us > one.played.minibatch_us {
+        return one;
     }
     let holdings = build_plan::holdings(problem, shape);
     let memory = build_plan::memory(problem, shape, &fewer, &holdings, caps, pending_weight_grads);
-    (PlanCandidate { minibatch_us, memory, spots: fewer, ..candidate }, replayed)
+    Simulated { candidate: PlanCandidate { minibatch_us, memory, spots: fewer, ..one.candidate }, played }
 }
 
 /// The best candidates without a memory limit, with recomputation of all stages, if they fit. With fewer ops recomputed
@@ -179,9 +166,7 @@ pub fn candidates_without_limit(question: &SearchContext<'_>, states: &mut u64) 
         return Vec::new();
     }
     let roomy = Problem { memory_limit: None, recompute: Recomputation::Never, ..problem.clone() };
-    let mut baselines = question.baselines();
-    baselines.iter_mut().for_each(|baseline| baseline.fits = false);
-    let Ok(found) = pipec_rules::found(&question.about(&roomy), &baselines) else { return Vec::new() };
+    let Ok(found) = pipec_rules::found(&question.about(&roomy), &unfit_baselines(question)) else { return Vec::new() };
     *states += found.states;
     let mut candidates = found.candidates;
     candidates.retain(|candidate| candidate.name == "pipec");
@@ -203,10 +188,7 @@ fn candidates_with_reserved_memory(
     let problem = Problem { room, ..question.problem.clone() };
     let among = SearchLimits { known_us, ..question.among };
     let asked = SearchContext { problem: &problem, among, ..*question };
-    // The baselines must not stop the search early.
-    let mut baselines = question.baselines();
-    baselines.iter_mut().for_each(|baseline| baseline.fits = false);
-    let Ok(more) = pipec_rules::found(&asked, &baselines) else { return Vec::new() };
+    let Ok(more) = pipec_rules::found(&asked, &unfit_baselines(question)) else { return Vec::new() };
     found.states += more.states;
     let mut candidates: Vec<PlanCandidate> = more
         .candidates
@@ -218,22 +200,22 @@ fn candidates_with_reserved_memory(
     candidates
 }
 
+/// Baselines that do not stop a search early.
+fn unfit_baselines(question: &SearchContext<'_>) -> [PlanCandidate; 3] {
+    question.baselines().map(|baseline| PlanCandidate { fits: false, ..baseline })
+}
+
 /// Simulates the baselines whose estimates are not comparable: all under a flush, otherwise those that seem faster than
-/// the plan.
-pub fn play_baselines(
-    problem: &Problem,
-    question: &SearchContext<'_>,
-    baselines: &mut [PlanCandidate; 3],
-    plan: &Played,
-    options: &PlannerOptions<'_>,
-) {
+/// the plan, which takes `plan_us`.
+pub fn play_baselines(question: &SearchContext<'_>, baselines: &mut [PlanCandidate; 3], plan_us: f64) {
+    let problem = question.full;
     if problem.cost != CostModel::Pipec || problem.objective == Objective::Latency {
         return;
     }
     let flushes = !problem.schedule.is_continuous();
-    let seems = |baseline: &&mut PlanCandidate| flushes || (baseline.fits && baseline.minibatch_us < plan.minibatch_us);
+    let seems = |baseline: &&mut PlanCandidate| flushes || (baseline.fits && baseline.minibatch_us < plan_us);
     for baseline in baselines.iter_mut().filter(seems) {
-        baseline.minibatch_us = plays(problem, question, baseline, options).minibatch_us;
+        baseline.minibatch_us = plays(question, baseline).minibatch_us;
     }
 }
 
@@ -241,40 +223,34 @@ pub fn play_baselines(
 pub fn baselines(problem: &Problem, options: &PlannerOptions<'_>, plan_us: f64) -> Baselines {
     let joined = FusedGraph::of(&problem.graph);
     let asked = joined.problem(problem);
-    let question =
-        SearchContext { problem: &asked, joined: &joined, budget: options.budget, among: SearchLimits::ALONE };
+    let question = SearchContext::new(problem, &asked, &joined, options);
     let mut all = question.baselines();
     if !options.without_baselines {
-        let plan = Played { caps: Vec::new(), minibatch_us: plan_us, held: None, warning: None, lacks_memory: false };
-        play_baselines(problem, &question, &mut all, &plan, options);
+        play_baselines(&question, &mut all, plan_us);
     }
     baseline_times(&all)
 }
 
-/// Simulates a candidate over fused ops with the ops of `problem`, whose gradients are complete earlier. It recomputes no
-/// more of these ops than it needs to fit.
-pub fn plays(
-    problem: &Problem,
-    question: &SearchContext<'_>,
-    candidate: &PlanCandidate,
-    options: &PlannerOptions<'_>,
-) -> Played {
+/// Simulates a candidate over fused ops with all ops, whose gradients are complete earlier. It recomputes no more of
+/// these ops than it needs to fit.
+pub fn plays(question: &SearchContext<'_>, candidate: &PlanCandidate) -> Played {
+    let (problem, efficiency) = (question.full, question.options.efficiency);
     let PlanCandidate { shape, spots, caps, pending_weight_grads, minibatch_us, .. } = candidate;
     let shape = question.joined.spread(shape);
-    let may = recomputes_less(problem, options);
-    let fewer = may.then(|| partial_recompute::reduced(problem, &shape, spots, (caps, pending_weight_grads))).flatten();
-    match fewer {
+    let fewer = || partial_recompute::reduced(problem, &shape, spots, (caps, pending_weight_grads));
+    match recomputes_less(question).then(fewer).flatten() {
         Some(fewer) => {
             let us = build_plan::minibatch_us(problem, &shape, &fewer, caps);
-            played(problem, &shape, &fewer, caps, us, options.efficiency)
+            played(problem, &shape, &fewer, caps, us, efficiency)
         }
-        None => played(problem, &shape, spots, caps, *minibatch_us, options.efficiency),
+        None => played(problem, &shape, spots, caps, *minibatch_us, efficiency),
     }
 }
 
 /// True if stages recompute no more ops than they need to fit.
-fn recomputes_less(problem: &Problem, options: &PlannerOptions<'_>) -> bool {
+fn recomputes_less(question: &SearchContext<'_>) -> bool {
+    let problem = question.full;
     problem.recomputation() == Recomputation::Auto
         && problem.objective == Objective::Throughput
-        && options.efficiency.is_some()
+        && question.options.efficiency.is_some()
 }

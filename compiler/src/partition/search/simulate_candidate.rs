@@ -9,10 +9,8 @@
 //! ```
 
 use crate::partition::dp::nested_partition::Shape;
-use crate::partition::search::build_plan;
-use crate::partition::search::build_plan::StagePosition;
-use crate::partition::search::in_flight;
-use crate::partition::search::in_flight::Efficiency;
+use crate::partition::search::build_plan::{self, StagePosition};
+use crate::partition::search::in_flight::{self, Efficiency};
 use crate::plan::problem::{CostModel, InFlight, Problem};
 use crate::plan::schedule::{Schedule, UpdateRule};
 use crate::plan::{Edge, Stage, StageMemory};
@@ -177,7 +175,7 @@ fn efficiency_warning(which: &str, percent: f64) -> String {
 
 fn memory(problem: &Problem, shape: &Shape, spots: &[StagePosition], caps: &[u32]) -> Vec<StageMemory> {
     let holdings = build_plan::holdings(problem, shape);
-    let pending = build_plan::pending_weight_grads(problem, shape, caps);
+    let pending = build_plan::pending_weight_grads(problem, &shape.replicas(), caps);
     build_plan::memory(problem, shape, spots, &holdings, caps, &pending)
 }
 

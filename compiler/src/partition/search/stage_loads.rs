@@ -49,7 +49,7 @@ impl<'a> StageLoads<'a> {
     }
 
     fn within(query: &'a PlacementQuery<'a>, most_bytes: usize) -> StageLoads<'a> {
-        let (sets, devices) = (query.places.len(), query.devices as usize);
+        let (sets, devices) = (query.places.space.len(), query.devices as usize);
         let paces = (query.levels.len() == 1).then(|| query.fleet.speeds());
         let slots = paces.as_ref().map_or(devices + 1, |paces| 2 * paces.len());
         let row = size_of::<Option<Row>>() + devices + 1 + slots * size_of::<Option<StageLoad>>();
@@ -170,7 +170,7 @@ impl PlacementQuery<'_> {
         if from > 0 {
             message(first.checked_sub(1), run.in_bytes, true);
         }
-        if to + 1 < self.places.len() {
+        if to + 1 < self.places.space.len() {
             message((last + 1 < self.devices).then_some(last + 1), run.out_bytes, false);
         }
         if self.levels.len() == 1 || measure == Measure::Estimate {

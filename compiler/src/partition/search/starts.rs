@@ -5,7 +5,7 @@ use crate::partition::search::downsets::DownSets;
 use crate::partition::search::evaluate::Stages;
 use crate::partition::search::module_boundaries::Borders;
 use crate::partition::search::result::PlanCandidate;
-use crate::partition::search::{linear_order, linear_search};
+use crate::partition::search::{build_plan, linear_order, linear_search};
 use crate::plan::problem::CostModel;
 
 /// The largest number of devices on which all replicas of stages are starts.
@@ -62,12 +62,7 @@ impl<'a> Starts<'a> {
             replicas.push(leaf.replicas);
         }
         let firsts: Vec<u32> = candidate.spots.iter().map(|spot| spot.first).collect();
-        let side_by_side = replicas.iter().scan(0, |next, replicas| {
-            let first = *next;
-            *next += replicas;
-            Some(first)
-        });
-        let is_side_by_side = side_by_side.eq(firsts.iter().copied());
+        let is_side_by_side = firsts == build_plan::firsts(&replicas);
         let stages = Stages { firsts: (!is_side_by_side).then_some(firsts), ..Stages::new(ends, replicas) };
         Layout { order: self.order(order), stages }
     }

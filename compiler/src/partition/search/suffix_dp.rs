@@ -62,7 +62,7 @@ impl Table {
 impl PlacementQuery<'_> {
     /// Fills a table; omits stages busier than `limit`. `loads` are those of this query, for the measure.
     pub fn table(&self, measure: Measure, limit: f64, loads: &mut StageLoads<'_>) -> Table {
-        let (sets, devices) = (self.places.len(), self.devices as usize);
+        let (sets, devices) = (self.places.space.len(), self.devices as usize);
         let layers = self.layers();
         let given = self.rules.replicas.as_ref().filter(|_| self.uses_all_devices());
         let only = given.map(|given| (0..=given.len()).rev().map(|stage| sum_of(&given[stage..])).collect::<Vec<_>>());
@@ -183,11 +183,7 @@ impl PlacementQuery<'_> {
         let mut best = (f64::INFINITY, (0, 0));
         for layer in self.finals() {
             for w in self.widths().map(|w| w as usize) {
-                let value = if self.layers().is_some_and(|most| layer > most) {
-                    f64::INFINITY
-                } else {
-                    table.value(layer, 0, w)
-                };
+                let value = table.value(layer, 0, w);
                 if value < best.0 * (1.0 - 1e-12) || (best.0.is_infinite() && value.is_finite()) {
                     best = (value, (layer, w));
                 }
@@ -202,7 +198,7 @@ impl PlacementQuery<'_> {
         if !value.is_finite() {
             return None;
         }
-        let whole = self.places.len() - 1;
+        let whole = self.places.space.len() - 1;
         let mut placements = Vec::new();
         let mut at = 0;
         while at < whole {

@@ -8,7 +8,7 @@
 //! All stages of a plan use the same degree, which is what the runtime and the export targets support.
 
 use crate::partition::error::PlanError;
-use crate::partition::explain::infeasible;
+use crate::partition::infeasible;
 use crate::partition::options::PlannerOptions;
 use crate::partition::partitioners::Partitioner;
 use crate::partition::planned::Planned;

@@ -1,37 +1,24 @@
 //! What does not fit in memory in a search of configurations, and what would.
 
 use crate::error::Error;
+use crate::plan::configuration_search::Search;
 use crate::plan::parallel::in_parallel;
 use crate::plan::variant::Variant;
 use compiler::partition::search::layouts::Layouts;
 use compiler::plan::problem::Problem;
-use compiler::plan::schedule::Schedule;
 use compiler::plan::zero::Zero;
 use compiler::text::quantity;
-use std::path::Path;
 
-/// What a search of configurations covers, besides its variants.
-pub struct Scope<'a> {
-    /// The model.
-    pub file: &'a Path,
-    /// The schedules.
-    pub schedules: &'a [Schedule],
-    /// The ZeRO that needs the least memory.
-    pub zero: Zero,
-    /// Stages per rank, if they are given.
-    pub chunks: Option<u32>,
-}
-
-impl Scope<'_> {
+impl Search<'_> {
     /// Simple kinds of plans that do not fit, with what they need.
-    pub fn too_large_kinds(&self, variants: &[Variant]) -> Vec<String> {
+    pub fn too_large_kinds(&self) -> Vec<String> {
+        let (variants, zero) = (&self.variants, self.smallest_zero());
         let alone = |variant: &&Variant| variant.groups.is_none();
         let Some(smallest) = variants.iter().find(alone) else { return Vec::new() };
         let fits = |is_pipeline: bool| {
             let mut estimates = variants.iter().filter(alone).flat_map(|variant| &variant.estimates);
             estimates.any(|estimate| (estimate.layout.ranks > 1) == is_pipeline)
         };
-        let zero = self.zero;
         let mut kinds = Vec::new();
         for (name, is_pipeline) in [("data parallelism", false), ("a pipeline without tensor parallelism", true)] {
             if fits(is_pipeline) || (is_pipeline && smallest.whole.cluster.devices() < 2) {
@@ -41,7 +28,7 @@ impl Scope<'_> {
             if !is_pipeline {
                 problem.constraints.most_stages = Some(1);
             }
-            let least = Layouts::of(&problem).least_memory(self.schedules, zero, self.chunks);
+            let least = Layouts::of(&problem).least_memory(&self.schedules, zero, self.request.options.chunks);
             if let Some((_, bytes)) = least {
                 let (size, bytes) = (smallest.micro_batch, quantity::bytes(bytes));
                 kinds.push(format!(
@@ -53,12 +40,11 @@ impl Scope<'_> {
     }
 
     /// The error if no layout fits: what the smallest one needs, and how many devices would do.
-    pub fn too_large(&self, variants: &[Variant]) -> Option<Error> {
-        let zero = self.zero;
-        let (schedules, chunks) = (self.schedules, self.chunks);
+    pub fn too_large(&self) -> Option<Error> {
+        let (schedules, zero, chunks) = (&self.schedules, self.smallest_zero(), self.request.options.chunks);
         let least_of = |problem: &Problem| Layouts::of(problem).least_memory(schedules, zero, chunks);
-        let smallest = variants.iter().map(|variant| variant.micro_batch).min()?;
-        let variants: Vec<&Variant> = variants.iter().filter(|variant| variant.micro_batch == smallest).collect();
+        let smallest = self.variants.iter().map(|variant| variant.micro_batch).min()?;
+        let variants: Vec<&Variant> = self.variants.iter().filter(|variant| variant.micro_batch == smallest).collect();
         let needs = in_parallel(&variants, |variant| least_of(variant.problem()));
         let found = variants.into_iter().zip(needs).filter_map(|(variant, need)| Some((variant, need?)));
         let (variant, (layout, bytes)) = found.min_by_key(|(_, (_, bytes))| *bytes)?;
@@ -75,7 +61,7 @@ impl Scope<'_> {
         let more = more.map(|times| {
             format!("; {} of these devices are enough", quantity::count(u64::from(devices) * u64::from(times)))
         });
-        let file = self.file.display();
+        let file = self.request.model.display();
         let why = format!(
             "no plan fits in {} per device: the smallest has micro-batches of {smallest}, tensor-parallel degree {degree}, \
              {} stages of {} replicas and ZeRO {zero}, and needs {}",
@@ -90,5 +76,10 @@ impl Scope<'_> {
             more.unwrap_or_default()
         );
         Some(Error::infeasible(format!("no feasible plan for {file}")).because(why).with_help(help))
+    }
+
+    /// The ZeRO that needs the least memory.
+    fn smallest_zero(&self) -> Zero {
+        self.zero.least(self.request.options.target)
     }
 }

@@ -1,3 +1,0 @@
-//! Infeasibility reports.
-
-pub mod infeasible;
