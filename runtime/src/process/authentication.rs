@@ -8,11 +8,13 @@
 //! checked                                            ◀───   proof
 //! ```
 //!
-//! The proofs are the two messages of a Noise handshake (T. Perrin, "The Noise Protocol Framework", revision 34, section 9):
-//! pattern NNpsk0, with the SHA-256 of the token as pre-shared key and the challenges as prologue. So they also cover the
-//! protocol version and the process numbers. Both nonces are fresh, so a recorded proof is worthless on another connection.
+//! The proofs are the two messages of a Noise handshake (T. Perrin, "The Noise Protocol Framework", revision 34,
+//! section 9): pattern NNpsk0, with the SHA-256 of the token as pre-shared key and the challenges as prologue. So they
+//! also cover the protocol version and the process numbers. Both nonces are fresh, so a recorded proof is worthless on
+//! another connection.
 //!
-//! Everything after it is encrypted with the keys of the handshake, unless both processes see each other at a loopback address.
+//! Everything after it is encrypted with the keys of the handshake, unless both processes see each other at a loopback
+//! address.
 
 use crate::process::encryption::Cipher;
 use crate::process::fields::Fields;

@@ -5,8 +5,8 @@
 //! message  a Noise transport message: up to 65,519 bytes, encrypted, and a tag of 16 bytes
 //! ```
 //!
-//! Messages are numbered, so one that is changed, repeated, left out or moved does not decrypt. Sources: T. Perrin, "The
-//! Noise Protocol Framework", revision 34, sections 3 and 11.4.
+//! Messages are numbered, so one that is changed, repeated, left out or moved does not decrypt. Source: T. Perrin,
+//! "The Noise Protocol Framework", revision 34, sections 3 and 11.4.
 
 use snow::StatelessTransportState;
 use std::io::{self, ErrorKind, Read, Write};

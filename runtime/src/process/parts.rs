@@ -24,8 +24,8 @@ const MOST_STATE: u32 = 8;
 /// Upper bound of the numbers per parameter or state, in bytes.
 const NUMBERS: usize = 256;
 
-/// A stage on one rank, with its replica number, tensor-parallel rank, number of replicas that shard together, in-flight
-/// limit, and the minibatches before its newest snapshot.
+/// A stage on one rank, with its replica number, tensor-parallel rank, number of replicas that shard together,
+/// in-flight limit, and the minibatches before its newest snapshot.
 struct RankStage {
     stage: StageId,
     replica: u32,

@@ -87,7 +87,7 @@ impl StageWorker<'_> {
         terms.for_each(|(index, (_, sum))| *sum = shard_stream.sum(round, index));
     }
 
-    /// Sums this replica's shards over the groups that shard. A group without micro-batches in the round receives the sums.
+    /// Sums this replica's shards over the groups that shard. A group without micro-batches in the round receives them.
     fn reduce_across_groups(
         &self,
         (number, bucket): (u64, u32),

@@ -1,5 +1,5 @@
-//! The communicators of a stage's replicas, for one of them. Under ZeRO, groups of replicas may shard; then each group has its
-//! own exchange of shards, and each shard is summed across the groups.
+//! The communicators of a stage's replicas, for one of them. Under ZeRO, groups of replicas may shard; then each group
+//! has its own exchange of shards, and each shard is summed across the groups.
 
 use crate::comm::all_reduce::AllReduce;
 use crate::comm::communicator::Communicator;
