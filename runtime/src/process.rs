@@ -6,8 +6,9 @@
 //! ```
 //!
 //! [`authentication`] keeps strangers out, [`encryption`] hides the bytes between hosts, [`handshake`] compares inputs,
-//! [`process_group`] connects all processes, and [`exchange`] creates the local ends of channels and communicators that span processes. [`tensor_links`] lets tensors
-//! go from device to device. Every process learns of the first failure through [`run_status`].
+//! [`process_group`] connects all processes, and [`exchange`] creates the local ends of channels and communicators that
+//! span processes. [`tensor_links`] lets tensors go from device to device. Every process learns of the first failure
+//! through [`run_status`].
 
 pub mod accept;
 pub mod authentication;
