@@ -76,9 +76,9 @@ fn set_limit(problem: &mut Problem, seed: u64) {
 }
 
 /// MILP result, starting from a single device, which may not fit.
-fn from_single(problem: &Problem) -> SearchResult {
+fn from_single(problem: &Problem, budget: Option<u64>, time_limit: Option<Duration>) -> SearchResult {
     let fused = FusedGraph::of(&problem.graph);
-    let options = PlannerOptions { budget: Some(1_000_000), ..PlannerOptions::default() };
+    let options = PlannerOptions { budget, time_limit, ..PlannerOptions::default() };
     let context = SearchContext::new(problem, problem, &fused, &options);
     let [single, ..] = context.baselines();
     refine(&context, SearchResult::of(single)).unwrap()
@@ -87,7 +87,7 @@ fn from_single(problem: &Problem) -> SearchResult {
 /// Checks a result against exhaustive search; returns whether it is proven. Programs whose terms are not linear may stay
 /// undecided.
 fn compare_with_exhaustive(problem: &Problem, message: &str) -> bool {
-    let result = from_single(problem);
+    let result = from_single(problem, Some(1_000_000), None);
     if result.fallback.is_some() {
         let best_us = plan_with(problem, Partitioner::Exhaustive).map_or(f64::INFINITY, |planned| us(&planned));
         assert!(result.proven_us.is_none() && result.bound_us <= best_us * (1.0 + 1e-7), "{message}: {best_us}");
@@ -230,11 +230,7 @@ fn the_answer_is_never_worse_and_never_called_proven_when_the_budget_ends() {
 #[test]
 fn no_time_at_all_is_said() {
     let problem = Problem::new(chain(20), levels("4:0.5GB/s").unwrap(), CostModel::Paper);
-    let fused = FusedGraph::of(&problem.graph);
-    let options = PlannerOptions { time_limit: Some(Duration::ZERO), ..PlannerOptions::default() };
-    let context = SearchContext::new(&problem, &problem, &fused, &options);
-    let [single, ..] = context.baselines();
-    let result = refine(&context, SearchResult::of(single)).unwrap();
+    let result = from_single(&problem, None, Some(Duration::ZERO));
     assert_eq!((result.proven_us, result.candidates.len()), (None, 1));
     assert!(result.fallback.unwrap().contains("time limit"));
 }
