@@ -29,7 +29,7 @@ impl ZeroStage {
             let most = zero.level.min(target.most_zero());
             return Err(Error::conflict(format!("--zero {zero}"), format!("`--target {}`", target.name()))
                 .because("groups of replicas shard in torchtitan, in Megatron-LM at ZeRO 1, and in pipec's own runtime")
-                .with_help(format!("use `--zero {most}`, or `--target torchtitan`")));
+                .with_help(format!("use `--zero {most}` or `--target torchtitan`, or omit `--target`")));
         }
         Ok(())
     }

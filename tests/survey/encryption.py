@@ -4,7 +4,7 @@
     sudo python3 tests/survey/encryption.py target/release/pipec [--loopback]
 
 Linux only, as root. Two hosts with a link between them train the two replicas of a model under ZeRO 3, so they exchange weights. Every packet is read on one end. The
-capture must contain no name of a parameter, no name of a host's setting and no eight bytes of the trained weights. With
+capture must contain no name of a parameter, no name of a setting that processes compare, and no eight bytes of the trained weights. With
 --loopback both processes are in one namespace: there, nothing is encrypted, and the search must find what it looks for.
 """
 

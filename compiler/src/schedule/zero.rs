@@ -2,9 +2,10 @@
 //!
 //! Without ZeRO a replica steps when its own work needs the update. With ZeRO other replicas may need its shard
 //! earlier. A replica therefore steps and posts its all-gather before its first action that starts after the round is
-//! complete. Everything before that action, except its own Recvs, counts as happening when the round completes. It only
-//! waits for the round's reduce-scatter, which all replicas have posted by then. A gather is waited for before the
-//! first action that uses its version, which `order` started later.
+//! complete. Everything before that action, except its own Recvs, counts as happening when the round completes. It
+//! only waits for the round's reduce-scatter, which all replicas have posted by then. If groups of replicas shard, it
+//! then also sums its shard with the other groups: all replicas do so at this moment, bucket by bucket in the same
+//! order. A gather is waited for before the first action that uses its version, which `order` started later.
 //!
 //! Reduce-scatters are in the same order on all replicas, and so are all-gathers. The two kinds are ordered
 //! independently, because a replica may complete the next round before it steps this one.

@@ -117,7 +117,7 @@ impl Buffer {
         Buffer::of(Memory::Device(memory), bytes)
     }
 
-    /// A range of a buffer that nobody writes any more.
+    /// A range of a buffer. Only the holder of the part may write it, and nobody the rest.
     pub fn part(whole: Arc<Buffer>, range: Range<usize>) -> Buffer {
         let bytes = whole.region_of(range.clone()).len();
         Buffer::of(Memory::Part(whole, range.start), bytes)

@@ -347,6 +347,22 @@ pub mod tests {
     }
 
     #[test]
+    fn nobody_on_the_way_turns_encryption_off() {
+        let ((mut connector, mut one), (mut other, mut acceptor)) = (pair(), pair());
+        let connecting = Challenge { is_exposed: true, ..challenge(2) };
+        let connected = std::thread::spawn(move || connect(&mut connector, &token(ONE), &connecting, 0));
+        let accepted = std::thread::spawn(move || accept(&mut acceptor, &token(ONE), &challenge(0)));
+        let mut content = receive_frame(&mut one, Kind::Challenge).unwrap();
+        content[12] = 0;
+        other.send_frame(Kind::Challenge, &content).unwrap();
+        one.send_frame(Kind::Challenge, &receive_frame(&mut other, Kind::Challenge).unwrap()).unwrap();
+        other.send_frame(Kind::Proof, &receive_frame(&mut one, Kind::Proof).unwrap()).unwrap();
+        assert_eq!(accepted.join().unwrap(), Err(WRONG.to_string()));
+        drop((one, other));
+        assert!(connected.join().unwrap().is_err());
+    }
+
+    #[test]
     fn a_recorded_proof_is_worthless() {
         let (connecting, accepting) = challenges();
         let mut recorded = [0; PROOF];

@@ -81,16 +81,18 @@ impl DecryptingReader {
         self.content.resize(LONGEST, 0);
         let message = &self.message[LENGTH..self.received];
         let decrypted = self.cipher.read_message(self.number, message, &mut self.content);
+        self.content.truncate(*decrypted.as_ref().unwrap_or(&0));
+        self.start = 0;
         let changed = "what arrived was not encrypted by the other process, or is not what comes next";
-        let length = decrypted.map_err(|_| io::Error::new(ErrorKind::InvalidData, changed))?;
-        self.content.truncate(length);
-        (self.number, self.received, self.start) = (self.number + 1, 0, 0);
+        decrypted.map_err(|_| io::Error::new(ErrorKind::InvalidData, changed))?;
+        (self.number, self.received) = (self.number + 1, 0);
         Ok(())
     }
 }
 
 impl Read for DecryptingReader {
-    /// If `from` fails since nothing has arrived for a while, what has arrived before is kept.
+    /// Fails with `WouldBlock` while a message is not whole, so that its reader checks its deadline. What has arrived
+    /// is kept.
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         while self.start == self.content.len() {
             let expected = self.expected();
@@ -102,6 +104,9 @@ impl Read for DecryptingReader {
                 0 if self.received == 0 => return Ok(0),
                 0 => return Err(ErrorKind::UnexpectedEof.into()),
                 count => self.received += count,
+            }
+            if self.received < self.expected() && self.received > LENGTH {
+                return Err(ErrorKind::WouldBlock.into());
             }
         }
         let count = bytes.len().min(self.content.len() - self.start);
@@ -115,7 +120,9 @@ impl Read for DecryptingReader {
 mod tests {
     use super::*;
     use crate::process::authentication::tests::ciphers;
+    use crate::process::connection::{DeadlineReader, NO_DATA};
     use std::sync::Mutex;
+    use std::time::{Duration, Instant};
 
     /// Bytes that were written.
     #[derive(Clone, Default)]
@@ -175,6 +182,28 @@ mod tests {
         assert_eq!(decrypt(&other, sent).unwrap(), [name, &long].concat());
         // The other direction has another key.
         assert!(decrypt(&one, encrypt(&one, &[name])).is_err());
+    }
+
+    /// One byte at a time, more often than a read without data fails.
+    struct Drip(u64);
+
+    impl Read for Drip {
+        fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+            std::thread::sleep(Duration::from_millis(self.0));
+            bytes[0] = 0xff;
+            Ok(1)
+        }
+    }
+
+    #[test]
+    fn a_byte_of_a_message_now_and_then_buys_no_time() {
+        let [one, _] = ciphers();
+        let reader = DecryptingReader::new(Box::new(Drip(10)), one);
+        let mut reader = DeadlineReader::new(Box::new(reader), Duration::from_secs(60), Box::new(|| false));
+        let start = Instant::now();
+        reader.end_at(start + Duration::from_millis(200));
+        assert_eq!(reader.read(&mut [0]).unwrap_err().kind(), NO_DATA);
+        assert!(start.elapsed() < Duration::from_secs(3));
     }
 
     #[test]

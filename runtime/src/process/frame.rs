@@ -233,14 +233,14 @@ fn check(what: &'static str, found: u32, made: u32) -> Result<(), FrameError> {
 }
 
 fn read_exactly(from: &mut impl Read, bytes: &mut [u8]) -> Result<(), FrameError> {
-    from.read_exact(bytes).map_err(|error| match error.kind() {
-        ErrorKind::UnexpectedEof => FrameError::Cut,
-        _ => system_error(&error),
-    })
+    from.read_exact(bytes).map_err(|error| system_error(&error))
 }
 
 fn system_error(error: &io::Error) -> FrameError {
-    FrameError::System { kind: error.kind(), why: error.to_string() }
+    match error.kind() {
+        ErrorKind::UnexpectedEof => FrameError::Cut,
+        kind => FrameError::System { kind, why: error.to_string() },
+    }
 }
 
 #[cfg(test)]

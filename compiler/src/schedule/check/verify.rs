@@ -90,6 +90,7 @@ fn shape(program: &Program) -> Result<(), CheckError> {
 fn shares(stage: &ProgramStage, schedule: Schedule) -> Option<String> {
     let (zero, replicas) = (stage.zero, stage.replicas);
     match zero {
+        0 if stage.shard_degree > 0 => Some("groups of replicas shard only under ZeRO".to_string()),
         0 => None,
         _ if zero > MOST => Some(format!("ZeRO has stages 0 to {MOST}, not {zero}")),
         _ if replicas < 2 || !schedule.trains() => {
