@@ -61,6 +61,11 @@ pub struct StageSnapshot {
 }
 
 impl StageSnapshot {
+    /// The stage, and the replica, or 0 for shards of several replicas, which are merged.
+    pub fn merge_key(&self) -> (u32, u32) {
+        (self.stage.0, if self.replicas > 1 { 0 } else { self.replica })
+    }
+
     /// Size of all its buffers, whether shared or copied.
     pub fn bytes(&self) -> usize {
         let state_bytes = |state: &ParameterState| {

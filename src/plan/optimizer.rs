@@ -18,33 +18,41 @@ pub enum Optimizer {
     Adagrad,
 }
 
-/// The name in plans and on the command line, and the state values for each weight.
-const TABLE: [(Optimizer, &str, f64); 7] = [
-    (Optimizer::Sgd, "sgd", 0.0),
-    (Optimizer::SgdMomentum, "sgd-momentum", 1.0),
-    (Optimizer::Adam, "adam", 2.0),
-    (Optimizer::Adamw, "adamw", 2.0),
-    (Optimizer::Rmsprop, "rmsprop", 1.0),
-    (Optimizer::RmspropMomentum, "rmsprop-momentum", 2.0),
-    (Optimizer::Adagrad, "adagrad", 1.0),
-];
-
 impl Optimizer {
-    /// State values for each weight.
-    pub fn state(self) -> f64 {
-        self.row().2
+    const ALL: [Optimizer; 7] = [
+        Optimizer::Sgd,
+        Optimizer::SgdMomentum,
+        Optimizer::Adam,
+        Optimizer::Adamw,
+        Optimizer::Rmsprop,
+        Optimizer::RmspropMomentum,
+        Optimizer::Adagrad,
+    ];
+
+    /// The name in plans and on the command line, and the state values for each weight.
+    fn row(self) -> (&'static str, f64) {
+        match self {
+            Optimizer::Sgd => ("sgd", 0.0),
+            Optimizer::SgdMomentum => ("sgd-momentum", 1.0),
+            Optimizer::Adam => ("adam", 2.0),
+            Optimizer::Adamw => ("adamw", 2.0),
+            Optimizer::Rmsprop => ("rmsprop", 1.0),
+            Optimizer::RmspropMomentum => ("rmsprop-momentum", 2.0),
+            Optimizer::Adagrad => ("adagrad", 1.0),
+        }
     }
 
-    pub fn name(self) -> &'static str {
+    /// State values for each weight.
+    pub fn state(self) -> f64 {
         self.row().1
     }
 
-    fn row(self) -> (Optimizer, &'static str, f64) {
-        TABLE.into_iter().find(|(optimizer, ..)| *optimizer == self).expect("the table lists every optimizer")
+    pub fn name(self) -> &'static str {
+        self.row().0
     }
 
     pub fn from_name(name: &str) -> Option<Optimizer> {
-        TABLE.iter().find(|(_, known, _)| *known == name).map(|(optimizer, ..)| *optimizer)
+        Optimizer::ALL.into_iter().find(|optimizer| optimizer.name() == name)
     }
 
     /// The optimizer with this momentum: `sgd` with momentum is `sgd-momentum`, and `sgd-momentum` with none is `sgd`.

@@ -76,8 +76,8 @@ pub struct CheckpointWriter<'a, F> {
 #[derive(Default)]
 struct Open {
     parts: usize,
-    /// ZeRO shards waiting for those of other replicas, by stage.
-    snapshots: BTreeMap<u32, Vec<StageSnapshot>>,
+    /// ZeRO shards waiting for those of other replicas, by stage and replica (0 if shards must be merged).
+    snapshots: BTreeMap<(u32, u32), Vec<StageSnapshot>>,
     has_folder: bool,
     listed: Vec<Listed>,
     scale: Option<Scale>,
@@ -120,16 +120,11 @@ impl<'a, F: Files> CheckpointWriter<'a, F> {
         let minibatches = snapshot.minibatches;
         let mut open = self.open.remove(&minibatches).unwrap_or_default();
         open.parts += 1;
-        let (stage, replicas) = (snapshot.stage.0, snapshot.replicas as usize);
-        let mut snapshots = vec![snapshot];
-        if replicas > 1 {
-            let waiting = open.snapshots.entry(stage).or_default();
-            waiting.append(&mut snapshots);
-            if waiting.len() >= replicas {
-                snapshots = open.snapshots.remove(&stage).unwrap_or_default();
-            }
-        }
-        if !snapshots.is_empty() {
+        let (key, replicas) = (snapshot.merge_key(), snapshot.replicas as usize);
+        let waiting = open.snapshots.entry(key).or_default();
+        waiting.push(snapshot);
+        if waiting.len() >= replicas {
+            let snapshots = open.snapshots.remove(&key).unwrap_or_default();
             let write_all = |open: &mut Open| {
                 merge_shards(snapshots)?.iter().try_for_each(|snapshot| self.write_part(snapshot, open))
             };

@@ -268,6 +268,7 @@ pub mod tests {
 
     const ONE: &str = "0123456789abcdef";
     const OTHER: &str = "0123456789abcdeF";
+
     fn authenticate(tokens: [RunToken; 2], connecting: Challenge, accepting: Challenge) -> Outcome {
         let (mut connecting_end, mut accepting_end) = pair();
         let [first, second] = tokens;

@@ -186,12 +186,9 @@ fn stage_comms(
     let program = training.program;
     let replicas = replica_communicator(training, stage, context)?;
     let members = members(program, stage);
-    let degree = match program.stages[stage].zero {
-        0 => members.len(),
-        _ => program.stages[stage].shards() as usize,
-    };
+    let degree = program.stages[stage].shards().max(1) as usize;
     let mut stage_comms = Vec::new();
-    for group in members.chunks(degree.max(1)) {
+    for group in members.chunks(degree) {
         let all_reduce = replica_all_reduce(program, stage, group, context)?;
         let (across_groups, shard_comm, norms, gradient_shards) = (None, None, None, None);
         let mut comms =
@@ -201,7 +198,7 @@ fn stage_comms(
         }
         stage_comms.extend(group.iter().map(|_| comms.clone()));
     }
-    for rank in 0..if degree < members.len() { degree } else { 0 } {
+    for rank in 0..degree {
         let owners: Vec<usize> = members.iter().copied().skip(rank).step_by(degree).collect();
         let across_groups = replica_all_reduce(program, stage, &owners, context)?;
         stage_comms.iter_mut().skip(rank).step_by(degree).for_each(|comms| comms.across_groups = across_groups.clone());
@@ -296,7 +293,7 @@ pub fn shard_range(
         program_stage.replicas as usize,
         (0..code.parameters.len()).map(is_sharded).collect(),
     );
-    let shard = if program_stage.zero > 0 { shard.in_groups(program_stage.shards() as usize) } else { shard };
+    let shard = shard.in_groups(program_stage.shards() as usize);
     if program_stage.zero >= 3 { shard.of_weights() } else { shard }
 }
 

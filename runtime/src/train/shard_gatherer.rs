@@ -33,9 +33,8 @@ pub struct ShardGatherer<'a> {
     codes: &'a [StageCode],
     layouts: &'a Layouts,
     degree: usize,
-    /// Snapshots by tensor rank and replica. The key is stage, replica (0 if ZeRO shards must be merged), and
-    /// minibatches.
-    open: BTreeMap<(u32, u32, u32), Vec<BTreeMap<u32, StageSnapshot>>>,
+    /// Snapshots by tensor rank and replica. The key is [`StageSnapshot::merge_key`] and minibatches.
+    open: BTreeMap<((u32, u32), u32), Vec<BTreeMap<u32, StageSnapshot>>>,
 }
 
 impl<'a> ShardGatherer<'a> {
@@ -49,9 +48,8 @@ impl<'a> ShardGatherer<'a> {
     /// fit those of the other ranks.
     pub fn add(&mut self, snapshot: StageSnapshot) -> Result<Vec<StageSnapshot>, GatherError> {
         let error_of = snapshot_error(&snapshot);
-        let StageSnapshot { stage, minibatches, tensor_rank, .. } = snapshot;
-        let replica = if snapshot.replicas > 1 { 0 } else { snapshot.replica };
-        let key = (stage.0, replica, minibatches);
+        let StageSnapshot { minibatches, tensor_rank, .. } = snapshot;
+        let key = (snapshot.merge_key(), minibatches);
         let ranks = self.open.entry(key).or_insert_with(|| (0..self.degree).map(|_| BTreeMap::new()).collect());
         let replica_counts = ranks.iter().flat_map(BTreeMap::values).map(|snapshot| snapshot.replicas);
         if replica_counts.clone().any(|replicas| replicas != snapshot.replicas) {

@@ -28,11 +28,6 @@ pub struct ShardRange {
 }
 
 impl ShardRange {
-    /// No sharding.
-    pub fn whole(parameters: usize) -> ShardRange {
-        ShardRange::of(0, 1, vec![false; parameters])
-    }
-
     /// The shards of one replica, for parameters with `sharded`. All replicas shard together.
     pub fn of(replica: usize, replicas: usize, sharded: Vec<bool>) -> ShardRange {
         ShardRange { replica, replicas, degree: replicas, sharded, shards_weights: false }
@@ -125,7 +120,7 @@ mod tests {
     fn unsharded_parameters_are_whole() {
         let shard = ShardRange::of(1, 2, vec![true, false]);
         assert_eq!((shard.own(0, 24, 8), shard.own(1, 24, 8)), (8..24, 0..24));
-        assert!(!ShardRange::whole(2).has_shards() && shard.has_shards());
+        assert!(!ShardRange::of(0, 1, vec![false; 2]).has_shards() && shard.has_shards());
     }
 
     #[test]

@@ -27,10 +27,9 @@
 //!
 //! Version 0, slot 0 and bucket 0 are omitted, and the rank of a stage if it equals the stage number (else `stage 4
 //! rank=0 replicas=1 cap=3`). Optional stage fields after the cap are `buckets=3` (the collectives then name it:
-//! `all-reduce 0 round 0 bucket 2 #4`), `zero=1` (`zero=1:2` if groups of 2
-//! replicas shard) and `recompute`. A transfer is named by the action that produced it
-//! and by both workers. If the receiver has several stages, the receiving one is added: `send 0F0 > 1.0 as 5 #7`.
-//! Gradients are named `1B0`, also if `1I0` made them.
+//! `all-reduce 0 round 0 bucket 2 #4`), `zero=1` (`zero=1:2` if groups of 2 replicas shard) and `recompute`. A transfer
+//! is named by the action that produced it and by both workers. If the receiver has several stages, the receiving one is
+//! added: `send 0F0 > 1.0 as 5 #7`. Gradients are named `1B0`, also if `1I0` made them.
 //!
 //! A version refers to the stage's own parameters. A tied weight of stages that step at different times uses the oldest
 //! version that any of them has for the item.
