@@ -60,9 +60,11 @@ pub struct StageSnapshot {
     pub counted_bytes: Option<CountedBytes>,
 }
 
+/// The stage, and the replica, or 0 for shards of several replicas, which are merged.
+pub type MergeKey = (u32, u32);
+
 impl StageSnapshot {
-    /// The stage, and the replica, or 0 for shards of several replicas, which are merged.
-    pub fn merge_key(&self) -> (u32, u32) {
+    pub fn merge_key(&self) -> MergeKey {
         (self.stage.0, if self.replicas > 1 { 0 } else { self.replica })
     }
 

@@ -12,13 +12,13 @@
 //! If the process ends at any point, the last complete checkpoint still exists. A failed write only loses this
 //! checkpoint: its folder is removed and the run continues.
 
-use crate::checkpoint::StageSnapshot;
 use crate::checkpoint::encode::{files, find_non_finite};
 use crate::checkpoint::error::CheckpointWriteError;
 use crate::checkpoint::files::Files;
 use crate::checkpoint::find::{all, leftovers, name, old_name, part_name, read};
 use crate::checkpoint::manifest::{Cursor, FILE, Listed, Manifest, SCHEMA, Scale, ShardLayout};
 use crate::checkpoint::merge_shards::merge_shards;
+use crate::checkpoint::{MergeKey, StageSnapshot};
 use crate::exec::stage_code::StageCode;
 use crate::optim::optimizer::Optimizer;
 use compiler::graph::hash::sha256;
@@ -76,8 +76,8 @@ pub struct CheckpointWriter<'a, F> {
 #[derive(Default)]
 struct Open {
     parts: usize,
-    /// ZeRO shards waiting for those of other replicas, by stage and replica (0 if shards must be merged).
-    snapshots: BTreeMap<(u32, u32), Vec<StageSnapshot>>,
+    /// ZeRO shards waiting for those of other replicas.
+    snapshots: BTreeMap<MergeKey, Vec<StageSnapshot>>,
     has_folder: bool,
     listed: Vec<Listed>,
     scale: Option<Scale>,

@@ -4,7 +4,7 @@
 //! a group must agree before their shards are joined.
 
 use crate::checkpoint::merge_shards::merge_shards;
-use crate::checkpoint::{StageSnapshot, StageState};
+use crate::checkpoint::{MergeKey, StageSnapshot, StageState};
 use crate::comm::tensor_group::Layouts;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
@@ -33,8 +33,8 @@ pub struct ShardGatherer<'a> {
     codes: &'a [StageCode],
     layouts: &'a Layouts,
     degree: usize,
-    /// Snapshots by tensor rank and replica. The key is [`StageSnapshot::merge_key`] and minibatches.
-    open: BTreeMap<((u32, u32), u32), Vec<BTreeMap<u32, StageSnapshot>>>,
+    /// Snapshots by tensor rank and replica. The key has the minibatches, too.
+    open: BTreeMap<(MergeKey, u32), Vec<BTreeMap<u32, StageSnapshot>>>,
 }
 
 impl<'a> ShardGatherer<'a> {
