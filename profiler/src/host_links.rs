@@ -10,7 +10,7 @@
 //!           ◀──result──────────
 //! ```
 
-use runtime::process::fields::Fields;
+use runtime::process::fields::{decode, encode};
 use runtime::process::frame::{FrameError, Kind};
 use runtime::process::handshake::HandshakeConnection;
 use runtime::process::process_group::Connections;
@@ -89,10 +89,7 @@ fn lead(connections: &mut Connections, processes: usize) -> Result<Vec<HostLink>
                 }
                 with_connection(connections, from, |connection| {
                     let content = receive_frame(connection, Kind::Loss)?;
-                    let mut fields = Fields::of(&content);
-                    let result = (fields.f64("the bandwidth")?, fields.f64("the latency")?);
-                    fields.end()?;
-                    Ok(result)
+                    decode(&content, "the bandwidth and the latency")
                 })?
             }
         };
@@ -108,17 +105,13 @@ fn follow(connections: &mut Connections, process: usize) -> Result<(), LinkFault
     loop {
         let (code, peer) = with_connection(connections, 0, |connection| {
             let content = receive_frame(connection, Kind::Message)?;
-            let mut fields = Fields::of(&content);
-            let command = (fields.u32("the command")?, fields.u32("the process")? as usize);
-            fields.end()?;
-            Ok(command)
+            decode::<(u32, usize)>(&content, "the command")
         })?;
         match code {
             END => return Ok(()),
             RECEIVE if peer != process => with_connection(connections, peer, receive)?,
             SEND if peer != process => {
-                let (bandwidth, latency) = with_connection(connections, peer, send)?;
-                let content = [bandwidth.to_le_bytes(), latency.to_le_bytes()].concat();
+                let content = encode(&with_connection(connections, peer, send)?);
                 with_connection(connections, 0, |connection| connection.send_frame(Kind::Loss, &content))?;
             }
             _ => return Err(LinkFault { process: 0, fault: FrameError::Field { what: "the command" } }),
@@ -137,7 +130,7 @@ fn with_connection<T>(
 }
 
 fn send_command(connection: &mut HandshakeConnection, code: u32, process: usize) -> Result<(), FrameError> {
-    connection.send_frame(Kind::Message, &[code.to_le_bytes(), (process as u32).to_le_bytes()].concat())
+    connection.send_frame(Kind::Message, &encode(&(code, process)))
 }
 
 fn receive_frame(connection: &mut HandshakeConnection, kind: Kind) -> Result<Vec<u8>, FrameError> {

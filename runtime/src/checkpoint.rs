@@ -32,13 +32,29 @@ pub mod writer;
 use crate::device::buffer::Buffer;
 use crate::device::memory_counter::CountedBytes;
 use crate::exec::executor::Weights;
+use crate::exec::stage_code::StageCode;
+use crate::exec::stage_tensor::{StageTensor, StageTensors};
 use crate::optim::state::ParameterState;
 use compiler::plan::StageId;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// A stage's contribution to a checkpoint from one worker.
 pub struct StageSnapshot {
+    pub key: SnapshotKey,
+    /// Only set by the first replica, which saves what all replicas have in common.
+    pub state: Option<StageState>,
+    /// The first replica has all weights and states, and the others their shards of the optimizer state. Each has older
+    /// versions and predicted weights of its micro-batches after the checkpoint. The versions are without tied weights that
+    /// have versions of their own.
+    pub tensors: StageTensors,
+    pub counted_bytes: Option<CountedBytes>,
+}
+
+/// Where a snapshot is from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct SnapshotKey {
     pub stage: StageId,
     pub replica: u32,
     /// The worker's rank in its tensor-parallel group; 0 without one, and if the shards of all ranks are gathered.
@@ -47,52 +63,59 @@ pub struct StageSnapshot {
     pub minibatches: u32,
     /// Number of replicas that share the optimizer state: the replica count under ZeRO, else 1.
     pub replicas: u32,
-    /// Optimizer-state shards of a replica other than the first.
-    pub optimizer_states: Vec<ParameterState>,
-    /// State common to all replicas, and the first one's shards. Only set by the first replica.
-    pub state: Option<StageState>,
-    /// Older versions used by micro-batches after the checkpoint, without tied weights that have versions of their own.
-    pub versions: BTreeMap<u32, Weights>,
-    /// Forward weights of micro-batches after the checkpoint that are not a version (predicted weights).
-    pub forwards: BTreeMap<u32, Weights>,
-    /// Older versions of tied weights that have versions of their own, by parameter index.
-    pub tied_weights: BTreeMap<usize, BTreeMap<u32, Arc<Buffer>>>,
-    pub counted_bytes: Option<CountedBytes>,
+}
+
+/// What a stage has besides tensors after its last update before a checkpoint.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StageState {
+    /// Updates of each parameter.
+    pub updates: Vec<u32>,
+    /// Loss-scaling state: scale and number of good steps.
+    pub scale: Option<(f64, u32)>,
 }
 
 /// The stage, and the replica, or 0 for shards of several replicas, which are merged.
 pub type MergeKey = (u32, u32);
 
-impl StageSnapshot {
+impl SnapshotKey {
     pub fn merge_key(&self) -> MergeKey {
         (self.stage.0, if self.replicas > 1 { 0 } else { self.replica })
     }
-
-    /// Size of all its buffers, whether shared or copied.
-    pub fn bytes(&self) -> usize {
-        let state_bytes = |state: &ParameterState| {
-            state.state.iter().chain(&state.master).chain(&state.drift).map(Buffer::len).sum::<usize>()
-        };
-        let tied_weights = self.tied_weights.values().flat_map(BTreeMap::values);
-        let versions =
-            self.versions.values().chain(self.forwards.values()).chain(self.state.iter().map(|state| &state.weights));
-        let weights = versions.flatten().chain(tied_weights).map(|weight| weight.len()).sum::<usize>();
-        let stage_bytes = |state: &StageState| {
-            state.optimizer_states.iter().map(state_bytes).sum::<usize>()
-                + state.states.iter().map(Buffer::len).sum::<usize>()
-        };
-        let weights = weights + self.optimizer_states.iter().map(state_bytes).sum::<usize>();
-        weights + self.state.as_ref().map_or(0, stage_bytes)
-    }
 }
 
-/// A stage after its last update before a checkpoint.
-pub struct StageState {
-    pub weights: Weights,
-    pub optimizer_states: Vec<ParameterState>,
-    pub states: Vec<Buffer>,
-    /// Loss-scaling state: scale and number of good steps.
-    pub scale: Option<(f64, u32)>,
+impl StageSnapshot {
+    /// Size of all its buffers, whether shared or copied.
+    pub fn bytes(&self) -> usize {
+        self.tensors.values().map(|tensor| tensor.len()).sum()
+    }
+
+    /// Checks that a snapshot has the tensors of its stage, each with a size that it may have. Optimizer state may be one
+    /// of [`SnapshotKey::replicas`] shards.
+    pub fn check(&self, code: &StageCode) -> Result<(), &'static str> {
+        let shard = (self.key.replica, self.key.replicas);
+        if let Some((tensor, _)) =
+            self.tensors.iter().find(|(tensor, buffer)| !tensor.has_size(buffer.len(), code, shard))
+        {
+            return Err(match tensor {
+                StageTensor::State(_) => "a state does not have its size",
+                StageTensor::Tied(..) => "a tied weight does not have its size",
+                StageTensor::Version(..) | StageTensor::Forward(..) => {
+                    "a weight of a version does not have the size of its shard"
+                }
+                _ => "a weight or its optimizer state does not have the size of its shard",
+            });
+        }
+        let has = |tensor: StageTensor| self.tensors.contains_key(&tensor);
+        let is_whole = |state: &StageState| {
+            state.updates.len() == code.parameters.len()
+                && (0..code.parameters.len()).all(|p| has(StageTensor::Weight(p)))
+                && (0..code.states.len()).all(|index| has(StageTensor::State(index)))
+        };
+        match self.state.as_ref().is_none_or(is_whole) {
+            true => Ok(()),
+            false => Err("it does not have all weights and states"),
+        }
+    }
 }
 
 /// The state of a stage in a resumed run, besides weights and running statistics.

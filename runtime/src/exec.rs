@@ -9,4 +9,5 @@ pub mod moving_average;
 pub mod phase;
 pub mod sequence;
 pub mod stage_code;
+pub mod stage_tensor;
 pub mod step_hook;

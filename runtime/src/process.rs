@@ -32,6 +32,5 @@ pub mod run_status;
 pub mod shard_messages;
 pub mod stop;
 pub mod tensor_links;
-pub mod tensor_operands;
 pub mod wire;
 pub mod worker_result;

@@ -140,8 +140,8 @@ fn whatever_ends_a_save_that_takes_the_place_of_another_one_of_them_is_left() {
                 ..RunOptions::default()
             };
             run(&ready.training(&ready.weights), options, &mut |_| {}).unwrap();
-            let first = snapshots.iter().map(|snapshot| snapshot.minibatches).min();
-            snapshots.retain(|snapshot| Some(snapshot.minibatches) == first);
+            let first = snapshots.iter().map(|snapshot| snapshot.key.minibatches).min();
+            snapshots.retain(|snapshot| Some(snapshot.key.minibatches) == first);
             snapshots.into_iter().filter_map(|snapshot| writer.take(snapshot)).last()
         };
         save(&|| Ending { remaining: Cell::new(usize::MAX), is_killed: true });

@@ -7,11 +7,13 @@ use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::exec::stage_code::{NamedTensor, StageCode};
+use crate::exec::stage_tensor::{OptimizerTensor, StageTensor};
 use crate::optim::optimizer::Optimizer;
 use compiler::tensor::{DType, Tensor};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
 /// Tensor kind of a parameter's update count.
 pub const STEP: &str = "step";
@@ -55,63 +57,58 @@ pub fn files(
     optimizer: &Optimizer,
     initial: &BTreeMap<String, Tensor>,
 ) -> Result<Vec<(Holds, Vec<u8>)>, CheckpointWriteError> {
-    let mut files = Vec::new();
-    let path = |holds: Holds| holds.file_name(snapshot.stage.0, snapshot.replica);
-    if let Some(state) = &snapshot.state {
-        let mut pieces = Vec::new();
-        for ((named, weight), optimizer_state) in
-            code.parameters.iter().zip(&state.weights).zip(&state.optimizer_states)
-        {
-            pieces.push((named.name.clone(), piece(named, optimizer_state.master.as_ref().unwrap_or(weight))?));
-        }
-        for (index, (named, state)) in code.states.iter().zip(&state.states).enumerate() {
-            let is_constant = code.state_updates.iter().all(|update| update.state != index);
-            let initial = initial.get(&named.name).filter(|_| is_constant);
-            pieces.push((
-                named.name.clone(),
-                match initial {
-                    Some(initial) => Piece::of(initial),
-                    None => piece(named, state)?,
-                },
-            ));
-        }
-        files.push((Holds::Weights, encode(Path::new(&path(Holds::Weights)), pieces)?));
-        let counts: Vec<[u8; 8]> = state
-            .optimizer_states
-            .iter()
-            .map(|optimizer_state| i64::from(optimizer_state.updates).to_le_bytes())
-            .collect();
-        let mut pieces = Vec::new();
-        for ((named, optimizer_state), count) in code.parameters.iter().zip(&state.optimizer_states).zip(&counts) {
-            let kinds = optimizer.names().iter().copied().zip(&optimizer_state.state);
-            for (kind, state) in kinds.chain(optimizer_state.drift.iter().map(|drift| (DRIFT, drift))) {
-                pieces.push((format!("{}/{kind}", named.name), piece(named, state)?));
+    let counts = snapshot.state.iter().flat_map(|state| &state.updates);
+    let counts: Vec<[u8; 8]> = counts.map(|updates| i64::from(*updates).to_le_bytes()).collect();
+    let (mut weights, mut optimizer_state, mut in_flight) = (Vec::new(), Vec::new(), Vec::new());
+    for (place, tensor) in &snapshot.tensors {
+        let Some(named) = place.named(code) else { continue };
+        let name = &named.name;
+        match *place {
+            StageTensor::Weight(p) => {
+                weights.push((name.clone(), piece(named, master(snapshot, p).unwrap_or(tensor))?))
             }
-            let count = Piece { dtype: DType::I64, shape: Vec::new(), bytes: Cow::Borrowed(count) };
-            pieces.push((format!("{}/{STEP}", named.name), count));
+            StageTensor::State(index) => {
+                let is_constant = code.state_updates.iter().all(|update| update.state != index);
+                let initial = initial.get(name).filter(|_| is_constant);
+                weights.push((
+                    name.clone(),
+                    initial.map_or_else(|| piece(named, tensor), |initial| Ok(Piece::of(initial)))?,
+                ));
+            }
+            StageTensor::Optimizer(_, OptimizerTensor::Named(index)) => {
+                let kind = optimizer.names().get(index).map(|kind| format!("{name}/{kind}"));
+                optimizer_state
+                    .extend(kind.map(|kind| Ok::<_, DeviceError>((kind, piece(named, tensor)?))).transpose()?);
+            }
+            StageTensor::Optimizer(_, OptimizerTensor::Drift) => {
+                optimizer_state.push((format!("{name}/{DRIFT}"), piece(named, tensor)?));
+            }
+            StageTensor::Version(version, _) => in_flight.push((format!("v{version}/{name}"), piece(named, tensor)?)),
+            StageTensor::Forward(item, _) => in_flight.push((format!("item{item}/{name}"), piece(named, tensor)?)),
+            StageTensor::Tied(_, version) => in_flight.push((format!("shared{version}/{name}"), piece(named, tensor)?)),
+            StageTensor::Optimizer(_, OptimizerTensor::Master) | StageTensor::Gradient(_) => {}
         }
-        files.push((Holds::Optimizer, encode(Path::new(&path(Holds::Optimizer)), pieces)?));
     }
-    let mut pieces = Vec::new();
-    let versions = snapshot.versions.iter().map(|(version, weights)| (format!("v{version}"), weights));
-    let forwards = snapshot.forwards.iter().map(|(item, weights)| (format!("item{item}"), weights));
-    for (prefix, weights) in versions.chain(forwards) {
-        // A tied weight with versions of its own is empty in the stage's versions.
-        let whole_weights = code.parameters.iter().zip(weights).filter(|(named, weight)| weight.len() == named.bytes);
-        for (named, weight) in whole_weights {
-            pieces.push((format!("{prefix}/{}", named.name), piece(named, weight)?));
-        }
+    for (named, count) in code.parameters.iter().zip(&counts) {
+        let count = Piece { dtype: DType::I64, shape: Vec::new(), bytes: Cow::Borrowed(count) };
+        optimizer_state.push((format!("{}/{STEP}", named.name), count));
     }
-    for (&index, versions) in &snapshot.tied_weights {
-        let named = &code.parameters[index];
-        for (version, weight) in versions {
-            pieces.push((format!("shared{version}/{}", named.name), piece(named, weight)?));
-        }
-    }
-    if !pieces.is_empty() {
-        files.push((Holds::InFlight, encode(Path::new(&path(Holds::InFlight)), pieces)?));
-    }
-    Ok(files)
+    let (has_state, is_in_flight) = (snapshot.state.is_some(), !in_flight.is_empty());
+    let pieces = [
+        (Holds::Weights, weights, has_state),
+        (Holds::Optimizer, optimizer_state, has_state),
+        (Holds::InFlight, in_flight, is_in_flight),
+    ];
+    let file = |(holds, pieces, _): (Holds, Vec<_>, bool)| {
+        let name = holds.file_name(snapshot.key.stage.0, snapshot.key.replica);
+        Ok((holds, encode(Path::new(&name), pieces)?))
+    };
+    pieces.into_iter().filter(|(_, _, is_written)| *is_written).map(file).collect()
+}
+
+/// The `f32` master weights of a parameter, if it has any.
+fn master(snapshot: &StageSnapshot, p: usize) -> Option<&Arc<Buffer>> {
+    snapshot.tensors.get(&StageTensor::Optimizer(p, OptimizerTensor::Master))
 }
 
 /// In-flight state from the tensors of its file. An unexpected name is the error.
@@ -137,12 +134,6 @@ pub fn decode_flight(tensors: BTreeMap<String, Tensor>) -> Result<Flight, String
 /// The name of a parameter or updated state with a non-finite value, if there is one. Constant states may have any
 /// values.
 pub fn find_non_finite<'a>(snapshot: &StageSnapshot, code: &'a StageCode) -> Result<Option<&'a str>, DeviceError> {
-    let Some(state) = snapshot.state.as_ref() else { return Ok(None) };
-    let master_weights = state
-        .weights
-        .iter()
-        .zip(&state.optimizer_states)
-        .map(|(weight, optimizer_state)| optimizer_state.master.as_ref().unwrap_or(weight));
     let is_finite = |named: &NamedTensor, buffer: &Buffer| -> Result<bool, DeviceError> {
         let piece = piece(named, buffer)?;
         Ok(match piece.dtype {
@@ -151,10 +142,16 @@ pub fn find_non_finite<'a>(snapshot: &StageSnapshot, code: &'a StageCode) -> Res
             _ => true,
         })
     };
-    let is_updated = |index: &usize| code.state_updates.iter().any(|update| update.state == *index);
-    let states = (0..code.states.len()).filter(is_updated).map(|index| (&code.states[index], &state.states[index]));
-    for (named, buffer) in code.parameters.iter().zip(master_weights).chain(states) {
-        if !is_finite(named, buffer)? {
+    let is_updated = |index: usize| code.state_updates.iter().any(|update| update.state == index);
+    for (place, tensor) in &snapshot.tensors {
+        let tensor = match *place {
+            StageTensor::Weight(p) => master(snapshot, p).unwrap_or(tensor),
+            StageTensor::State(index) if is_updated(index) => tensor,
+            _ => continue,
+        };
+        if let Some(named) = place.named(code)
+            && !is_finite(named, tensor)?
+        {
             return Ok(Some(&*named.name));
         }
     }

@@ -5,34 +5,27 @@
 use crate::checkpoint::StageSnapshot;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
-use crate::optim::state::ParameterState;
+use crate::exec::stage_tensor::StageTensor;
+use std::sync::Arc;
 
-/// Merges the shards of one stage's replicas into the first snapshot. Unsharded snapshots are returned unchanged.
+/// Merges the shards of one stage's replicas into the first snapshot, in replica order. Unsharded snapshots are returned
+/// unchanged.
 pub fn merge_shards(mut snapshots: Vec<StageSnapshot>) -> Result<Vec<StageSnapshot>, DeviceError> {
-    snapshots.sort_by_key(|snapshot| snapshot.replica);
+    snapshots.sort_by_key(|snapshot| snapshot.key.replica);
     let Some((first, others)) = snapshots.split_first_mut() else { return Ok(snapshots) };
-    let (true, Some(state)) = (first.replicas > 1, first.state.as_mut()) else { return Ok(snapshots) };
-    for (p, optimizer_state) in state.optimizer_states.iter_mut().enumerate() {
-        let other_states: Vec<&ParameterState> =
-            others.iter().filter_map(|snapshot| snapshot.optimizer_states.get(p)).collect();
-        for (index, state) in optimizer_state.state.iter_mut().enumerate() {
-            let shards = other_states.iter().filter_map(|other_state| other_state.state.get(index));
-            append(state, shards)?;
-        }
-        if let Some(master) = &mut optimizer_state.master {
-            append(master, other_states.iter().filter_map(|other_state| other_state.master.as_ref()))?;
-        }
+    if first.key.replicas <= 1 || first.state.is_none() {
+        return Ok(snapshots);
     }
-    others.iter_mut().for_each(|snapshot| snapshot.optimizer_states.clear());
+    let is_optimizer = |place: &StageTensor| matches!(place, StageTensor::Optimizer(..));
+    for (place, tensor) in first.tensors.iter_mut().filter(|(place, _)| is_optimizer(place)) {
+        let mut bytes = tensor.download()?.to_vec();
+        // Only the first replica has unsharded tensors.
+        for shard in others.iter().filter_map(|snapshot| snapshot.tensors.get(place)) {
+            bytes.extend(&*shard.download()?);
+        }
+        *tensor = Arc::new(Buffer::host_copy(&bytes));
+    }
+    others.iter_mut().for_each(|snapshot| snapshot.tensors.retain(|place, _| !is_optimizer(place)));
+    snapshots.iter_mut().for_each(|snapshot| snapshot.key.replicas = 1);
     Ok(snapshots)
-}
-
-/// Concatenates shards in replica order; only the first replica has unsharded tensors.
-fn append<'a>(buffer: &mut Buffer, shards: impl Iterator<Item = &'a Buffer>) -> Result<(), DeviceError> {
-    let mut bytes = buffer.download()?.to_vec();
-    for shard in shards {
-        bytes.extend(&*shard.download()?);
-    }
-    *buffer = Buffer::host_copy(&bytes);
-    Ok(())
 }

@@ -117,10 +117,10 @@ impl<'a, F: Files> CheckpointWriter<'a, F> {
 
     /// Writes a snapshot. The last one of a checkpoint returns the outcome.
     pub fn take(&mut self, snapshot: StageSnapshot) -> Option<Saved> {
-        let minibatches = snapshot.minibatches;
+        let minibatches = snapshot.key.minibatches;
         let mut open = self.open.remove(&minibatches).unwrap_or_default();
         open.parts += 1;
-        let (key, replicas) = (snapshot.merge_key(), snapshot.replicas as usize);
+        let (key, replicas) = (snapshot.key.merge_key(), snapshot.key.replicas as usize);
         let waiting = open.snapshots.entry(key).or_default();
         waiting.push(snapshot);
         if waiting.len() >= replicas {
@@ -162,18 +162,17 @@ impl<'a, F: Files> CheckpointWriter<'a, F> {
     }
 
     fn write_part(&self, snapshot: &StageSnapshot, open: &mut Open) -> Result<(), CheckpointWriteError> {
-        let folder = self.part_folder(snapshot.minibatches);
+        let folder = self.part_folder(snapshot.key.minibatches);
         if !open.has_folder {
             open.has_folder = true;
             write_result(&folder, self.files.make_folder(&folder))?;
         }
-        let (stage, replica) = (snapshot.stage.0, snapshot.replica);
-        if let Some(name) = find_non_finite(snapshot, &self.config.codes[snapshot.stage.index()])? {
+        let (stage, replica) = (snapshot.key.stage.0, snapshot.key.replica);
+        let code = &self.config.codes[snapshot.key.stage.index()];
+        if let Some(name) = find_non_finite(snapshot, code)? {
             return Err(CheckpointWriteError::NotFinite { name: name.to_string() });
         }
-        for (holds, bytes) in
-            files(snapshot, &self.config.codes[snapshot.stage.index()], self.config.optimizer, self.config.initial)?
-        {
+        for (holds, bytes) in files(snapshot, code, self.config.optimizer, self.config.initial)? {
             let name = holds.file_name(stage, replica);
             let path = folder.join(&name);
             write_result(&path, self.files.write(&path, &bytes))?;

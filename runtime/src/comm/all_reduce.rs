@@ -8,6 +8,7 @@ use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::memory_counter::MemoryCounter;
 use compiler::tensor::DType;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -29,11 +30,18 @@ pub struct Addends {
 }
 
 /// A collective with its sequence number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Collective {
     AllReduce(u64),
     /// The members' ranges of `sum` are there already.
     AllGather(u64),
+}
+
+impl Collective {
+    pub fn number(self) -> u64 {
+        let (Collective::AllReduce(number) | Collective::AllGather(number)) = self;
+        number
+    }
 }
 
 /// Parts of a collective's sums. All members list the same sums; those that do not exist are `None`.

@@ -3,12 +3,13 @@
 use crate::comm::all_reduce::{Addends, Collective, Parts, range};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
+use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
 /// Along the chain.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Direction {
     /// To the next member.
     Up,

@@ -1,7 +1,7 @@
 //! A channel between two workers: buffers by reference, in sending order.
 //!
 //! Within one process both ends share memory. For a worker in another process, the sender writes to the queue of that
-//! connection ([`RemoteEnd`]), and the connection's reader delivers arriving messages.
+//! connection, and the connection's reader delivers arriving messages.
 //!
 //! A message is available as soon as it is sent. The sender also sees each posted receive: a program bounds how far a
 //! worker may run ahead of its receivers, because messages in flight need buffers that the plan must count.
@@ -31,22 +31,12 @@ pub struct Message {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Disconnected;
 
-/// The other end of a channel, in another process.
-pub trait RemoteEnd: Send {
-    fn send(&self, message: Message) -> Result<(), Disconnected>;
-
-    /// Reports a posted receive.
-    fn post(&self);
-}
-
-enum Endpoint<T> {
-    Local(Sender<T>),
-    Remote(Box<dyn RemoteEnd>),
-}
+/// Hands something over to the other end, in this process or another.
+pub type Send<T> = Box<dyn Fn(T) -> Result<(), Disconnected> + std::marker::Send>;
 
 /// The sending end of a channel.
 pub struct Outgoing {
-    messages: Endpoint<Message>,
+    messages: Send<Message>,
     posted: Receiver<()>,
     /// Number of messages sent (`sent`) and of posted receives seen (`receives`).
     sent: u64,
@@ -56,37 +46,35 @@ pub struct Outgoing {
 /// The receiving end of a channel.
 pub struct Incoming {
     messages: Receiver<Message>,
-    posted: Endpoint<()>,
+    posted: Send<()>,
     /// Messages that arrived before the one waited for.
     early: HashMap<u32, Message>,
 }
 
 /// Creates both ends of a local channel. Dropping one end wakes the other.
 pub fn channel() -> (Outgoing, Incoming) {
-    let ((sender, messages), (posted, reports)) = (unbounded(), unbounded());
-    let incoming = Incoming { messages, posted: Endpoint::Local(posted), early: HashMap::new() };
-    (Outgoing { messages: Endpoint::Local(sender), posted: reports, sent: 0, receives: 0 }, incoming)
-}
-
-/// Creates the sending end of a channel to another process, and the sender that reports its posted receives.
-pub fn outgoing(remote: Box<dyn RemoteEnd>) -> (Outgoing, Sender<()>) {
-    let (posted, reports) = unbounded();
-    (Outgoing { messages: Endpoint::Remote(remote), posted: reports, sent: 0, receives: 0 }, posted)
-}
-
-/// Creates the receiving end of a channel from another process, and the sender that delivers its messages.
-pub fn incoming(remote: Box<dyn RemoteEnd>) -> (Incoming, Sender<Message>) {
     let (sender, messages) = unbounded();
-    (Incoming { messages, posted: Endpoint::Remote(remote), early: HashMap::new() }, sender)
+    let (outgoing, posted) = outgoing(Box::new(move |message| sender.send(message).map_err(|_| Disconnected)));
+    let post = Box::new(move |()| posted.send(()).map_err(|_| Disconnected));
+    (outgoing, Incoming { messages, posted: post, early: HashMap::new() })
+}
+
+/// Creates the sending end of a channel, and the sender that reports the receives posted at its other end.
+pub fn outgoing(messages: Send<Message>) -> (Outgoing, Sender<()>) {
+    let (sender, posted) = unbounded();
+    (Outgoing { messages, posted, sent: 0, receives: 0 }, sender)
+}
+
+/// Creates the receiving end of a channel, and the sender that delivers its messages.
+pub fn incoming(posted: Send<()>) -> (Incoming, Sender<Message>) {
+    let (sender, messages) = unbounded();
+    (Incoming { messages, posted, early: HashMap::new() }, sender)
 }
 
 impl Outgoing {
     /// Sends a message and returns its number, from 1.
     pub fn send(&mut self, message: Message) -> Result<u64, Disconnected> {
-        match &self.messages {
-            Endpoint::Local(messages) => messages.send(message).map_err(|_| Disconnected)?,
-            Endpoint::Remote(remote) => remote.send(message)?,
-        }
+        (self.messages)(message)?;
         self.sent += 1;
         Ok(self.sent)
     }
@@ -104,10 +92,7 @@ impl Outgoing {
 impl Incoming {
     pub fn post(&self) {
         // The sender may have finished.
-        match &self.posted {
-            Endpoint::Local(posted) => _ = posted.send(()),
-            Endpoint::Remote(remote) => remote.post(),
-        }
+        _ = (self.posted)(());
     }
 
     /// Blocks for the message of a micro-batch. Receives may complete in another order than they were posted.

@@ -4,6 +4,7 @@
 //! of moving averages and norms. Every member adds the same terms in the same order, so all get bitwise equal results
 //! without a leader. If members are in several processes, each process has its own copy and forwards its contributions.
 
+use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
@@ -31,6 +32,10 @@ impl From<DeviceError> for CollectiveError {
         CollectiveError::Device(fault)
     }
 }
+
+/// Numbered tensors, which a member contributes: terms of a tied weight by rank, shards by parameter, or the one operand of
+/// a collective.
+pub type Tensors = Vec<(usize, Arc<Buffer>)>;
 
 struct Collective<T> {
     contributions: Vec<Option<T>>,

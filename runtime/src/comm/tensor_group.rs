@@ -5,7 +5,7 @@
 //! order, so all devices get bitwise equal results. A wait ends when all have contributed or one has failed. Devices of
 //! other processes contribute over connections.
 
-use crate::comm::communicator::{CollectiveError, Communicator, PeerLost};
+use crate::comm::communicator::{CollectiveError, Communicator, Tensors};
 use crate::device::api::Rows;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
@@ -20,16 +20,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Communicator of the same worker on every device.
-pub type TensorComm = Communicator<TensorPart>;
-
-/// The operand of one device.
-#[derive(Clone)]
-pub enum TensorPart {
-    Host(Tensor),
-    /// In the memory of its device, or received from another process.
-    Buffer(Arc<Buffer>),
-}
+/// Communicator of the same worker on every device. A contribution is a list of one tensor: the operand of that device, in its
+/// memory, the host's, or received from another process.
+pub type TensorComm = Communicator<Tensors>;
 
 /// One rank of all tensor-parallel groups of a run, which have equal degrees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,10 +58,15 @@ impl TensorRank {
         TensorRank { communicator, device, devices, layouts, collectives: AtomicU64::new(0) }
     }
 
-    fn gather(&self, operand: TensorPart) -> Result<Arc<Vec<TensorPart>>, PeerLost> {
-        let number = self.collectives.fetch_add(1, Ordering::Relaxed);
-        self.communicator.contribute(number, self.device, operand);
-        self.communicator.wait(number)
+    fn gather(&self, operand: Arc<Buffer>) -> Result<Vec<Arc<Buffer>>, CollectiveError> {
+        let (number, bytes) = (self.collectives.fetch_add(1, Ordering::Relaxed), operand.len());
+        self.communicator.contribute(number, self.device, vec![(0, operand)]);
+        let operands = self.communicator.wait(number)?;
+        let operand = |(rank, operand): (usize, &Tensors)| {
+            let operand = operand.first().map_or_else(|| Arc::new(Buffer::empty()), |(_, operand)| operand.clone());
+            check_size(rank, operand.len(), bytes).map(|()| operand)
+        };
+        Ok(operands.iter().enumerate().map(operand).collect::<Result<_, _>>()?)
     }
 
     /// This rank's place in the group.
@@ -78,17 +76,11 @@ impl TensorRank {
 
     fn gather_host(&self, operand: Tensor) -> Result<Vec<Tensor>, CollectiveError> {
         let (dtype, shape) = (operand.dtype(), operand.shape().to_vec());
-        let parts = self.gather(TensorPart::Host(operand))?;
-        let host = |(rank, part): (usize, &TensorPart)| match part {
-            TensorPart::Host(tensor) => Ok(tensor.clone()),
-            TensorPart::Buffer(received) => {
-                let bytes = received.download()?;
-                let size = shape.iter().product::<usize>() * dtype.size();
-                check_size(rank, bytes.len(), size)?;
-                Ok(Tensor::new(dtype, shape.clone(), bytes.to_vec().into()).expect("the size was checked"))
-            }
+        let host = |part: &Arc<Buffer>| {
+            let bytes = part.download()?.to_vec();
+            Ok(Tensor::new(dtype, shape.clone(), bytes.into()).expect("operands have equal sizes"))
         };
-        parts.iter().enumerate().map(host).collect::<Result<_, DeviceError>>().map_err(CollectiveError::Device)
+        self.gather(Arc::new(Buffer::host_copy(operand.bytes())))?.iter().map(host).collect()
     }
 
     /// True if [`TensorRank::gather_shards`] needs this rank's tensor of that name.
@@ -108,7 +100,7 @@ impl TensorRank {
                 Some(Sharding::Split(cut)) if self.device == 0 => {
                     gathered.insert(name, whole_of(&self.gather_host(shard)?, *cut));
                 }
-                Some(Sharding::Split(_)) => _ = self.gather(TensorPart::Host(shard))?,
+                Some(Sharding::Split(_)) => _ = self.gather(Arc::new(Buffer::host_copy(shard.bytes())))?,
                 _ => _ = gathered.insert(name, shard),
             }
         }
@@ -174,10 +166,7 @@ impl TensorRank {
         let operand =
             Tensor::new(layout.dtype, layout.shape.clone(), device.stream.begin_download(operand)?.bytes()?.into());
         let operand = operand.expect("a region has the size of its layout");
-        let parts = self.gather_host(operand).map_err(|error| match error {
-            CollectiveError::PeerLost => KernelError::Disconnected.into(),
-            CollectiveError::Device(fault) => fault,
-        })?;
+        let parts = self.gather_host(operand).map_err(disconnected)?;
         let got = run_together(op, &parts, self.device).expect("only tensor-parallel collectives reach this");
         device.stream.upload(got.bytes(), output)
     }
@@ -208,12 +197,10 @@ impl TensorRank {
         let mut copy = device.take_staging(operand.len())?;
         device.stream.copy(operand, Buffer::exclusive(&mut copy))?;
         device.release(&copy)?;
-        let parts = self.gather(TensorPart::Buffer(copy.clone())).map_err(|_| KernelError::Disconnected)?;
+        let parts = self.gather(copy.clone()).map_err(disconnected)?;
         device.give(copy);
-        for (rank, part) in parts.iter().enumerate() {
-            let TensorPart::Buffer(part) = part else { unreachable!("all devices run the same op") };
-            check_size(rank, part.len(), operand.len())?;
-            let part = device.receive(part.clone())?;
+        for (rank, part) in parts.into_iter().enumerate() {
+            let part = device.receive(part)?;
             match (&mut cut_out, shard) {
                 (Some(to), Some((shape, cut))) => {
                     self.copy_shard(shape, cut, (dtype, part.region()), Buffer::exclusive(to), device)?;
@@ -272,6 +259,14 @@ impl TensorRank {
     /// Fails all current and future waits, after this worker failed.
     pub fn abandon(&self) {
         self.communicator.abandon();
+    }
+}
+
+/// The failure of a kernel whose collective failed.
+fn disconnected(error: CollectiveError) -> DeviceError {
+    match error {
+        CollectiveError::PeerLost => KernelError::Disconnected.into(),
+        CollectiveError::Device(fault) => fault,
     }
 }
 
@@ -342,7 +337,7 @@ mod tests {
             for bytes in [0, 4, 16] {
                 let communicator = Arc::new(TensorComm::among(2, 1, None));
                 let tensor_rank = TensorRank::new(communicator.clone(), 0, 2, Arc::default());
-                assert!(communicator.arrive(0, 1, TensorPart::Buffer(Arc::new(Buffer::host(bytes)))));
+                assert!(communicator.arrive(0, 1, vec![(0, Arc::new(Buffer::host(bytes)))]));
                 let (operand, mut result) = (Buffer::host(8), Buffer::host(8));
                 let op = Op::AllReduce(AllReduce { kind, devices: 2 });
                 let refused = tensor_rank

@@ -5,8 +5,6 @@ use crate::device::buffer::Buffer;
 /// Optimizer state of a parameter.
 #[derive(Default)]
 pub struct ParameterState {
-    /// `f32` master weights of a 16-bit parameter.
-    pub master: Option<Buffer>,
     pub state: Vec<Buffer>,
     /// PipeMare's moving average of updates.
     pub drift: Option<Buffer>,

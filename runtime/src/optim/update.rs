@@ -10,6 +10,7 @@ use crate::device::optimizer::{Prediction, StepArgs};
 use crate::device::region::Region;
 use crate::exec::executor::Weights;
 use crate::exec::stage_code::StageCode;
+use crate::exec::stage_tensor::{OptimizerTensor, StageTensor};
 use crate::optim::optimizer::Optimizer;
 use crate::optim::policy::{DISCREPANCY, Staleness};
 use crate::optim::state::ParameterState;
@@ -172,18 +173,16 @@ impl<'a> ParameterUpdater<'a> {
     }
 
     /// A copy of a parameter's optimizer state, as far as this replica holds it.
-    pub fn copy_state(&self, p: usize, device: &DeviceContext) -> Result<ParameterState, DeviceError> {
-        let copy = |buffer: &Buffer| -> Result<Buffer, DeviceError> {
+    pub fn copy_state(&self, p: usize, device: &DeviceContext) -> Result<Vec<(StageTensor, Buffer)>, DeviceError> {
+        let master = self.masters[p].iter().map(|master| (OptimizerTensor::Master, master));
+        let named = self.state[p].iter().enumerate().map(|(index, state)| (OptimizerTensor::Named(index), state));
+        let drift = self.drift.get(p).map(|drift| (OptimizerTensor::Drift, drift));
+        let copy = |(tensor, buffer): (OptimizerTensor, &Buffer)| {
             let copy = device.copy_of(buffer.region())?;
             device.release(&copy)?;
-            Ok(copy)
+            Ok((StageTensor::Optimizer(p, tensor), copy))
         };
-        Ok(ParameterState {
-            master: self.masters[p].as_ref().map(copy).transpose()?,
-            state: self.state[p].iter().map(copy).collect::<Result<_, _>>()?,
-            drift: self.drift.get(p).map(copy).transpose()?,
-            updates: 0,
-        })
+        master.chain(named).chain(drift).map(copy).collect()
     }
 
     /// Weights predicted some updates ahead in the last update direction (SpecTrain).

@@ -8,6 +8,7 @@ use crate::process::authentication;
 use crate::process::authentication::{Challenge, RunToken, is_exposed};
 use crate::process::connection;
 use crate::process::connection::Stream;
+use crate::process::fields::decode;
 use crate::process::frame::Kind;
 use crate::process::handshake::{HandshakeConnection, Hello};
 use crate::process::meeting::{HANDSHAKE_TIME, Meeting, connection};
@@ -120,7 +121,7 @@ impl HandshakeTask {
         connection.reader.source().end_at(Instant::now() + self.within);
         let process = authentication::accept(&mut connection, &self.token, &self.challenge)?;
         let hello = connection.expect(Kind::Hello).map_err(|fault| fault.to_string())??;
-        let hello = Hello::decode(&hello).map_err(|fault| fault.to_string())?;
+        let hello = decode::<Hello>(&hello, "the hello").map_err(|fault| fault.to_string())?;
         if hello.process as usize != process {
             return Err(format!("it claims to be rank {} after it proved to be rank {process}", hello.process));
         }

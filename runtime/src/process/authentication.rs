@@ -17,9 +17,10 @@
 //! address.
 
 use crate::process::encryption::Cipher;
-use crate::process::fields::Fields;
+use crate::process::fields::{Fields, decode, encode};
 use crate::process::frame::{FrameError, Kind};
 use crate::process::handshake::{HandshakeConnection, PROTOCOL};
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use snow::{Builder, HandshakeState};
 use std::fmt;
@@ -83,7 +84,7 @@ impl RunToken {
     }
 
     fn handshake(&self, connects: bool, challenges: [&Challenge; 2]) -> Result<HandshakeState, snow::Error> {
-        let (key, prologue) = (Sha256::digest(&self.0).into(), challenges.map(Challenge::encode).concat());
+        let (key, prologue) = (Sha256::digest(&self.0).into(), challenges.map(encode).concat());
         let builder = Builder::new(NOISE.parse()?).psk(0, &key)?.prologue(&prologue)?;
         if connects { builder.build_initiator() } else { builder.build_responder() }
     }
@@ -106,10 +107,14 @@ fn random() -> Result<[u8; RANDOM], String> {
 }
 
 /// What a process says about itself first, and its nonce.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Challenge {
+    /// In every version of the protocol, a challenge begins with it.
+    #[serde(with = "postcard::fixint::le")]
     pub protocol: u32,
+    #[serde(with = "postcard::fixint::le")]
     pub process: u32,
+    #[serde(with = "postcard::fixint::le")]
     pub processes: u32,
     /// True if it sees the other process at no loopback address.
     pub is_exposed: bool,
@@ -123,27 +128,19 @@ impl Challenge {
         Ok(Challenge { protocol: PROTOCOL, process, processes, is_exposed, nonce: random()? })
     }
 
-    pub fn encode(&self) -> Vec<u8> {
-        let numbers = [self.protocol, self.process, self.processes].map(u32::to_le_bytes);
-        [numbers.as_flattened(), &[u8::from(self.is_exposed)], &self.nonce].concat()
-    }
-
-    /// Reads the challenge of a peer and checks it. Every version of the protocol begins with its number.
+    /// Reads the challenge of a peer and checks it.
     fn read(content: &[u8], own: &Challenge) -> Result<Challenge, String> {
-        let mut fields = Fields::of(content);
         let invalid = |error: FrameError| error.to_string();
-        let protocol = fields.u32("the protocol").map_err(invalid)?;
+        let protocol = Fields::of(content).bytes(4, "the protocol").map_err(invalid)?;
+        let protocol = u32::from_le_bytes(protocol.try_into().expect("four bytes were read"));
         if protocol != own.protocol {
             return Err(format!(
                 "rank {} uses protocol version {}, the other process {protocol}",
                 own.process, own.protocol
             ));
         }
-        let (process, processes) =
-            (fields.u32("the process").map_err(invalid)?, fields.u32("the processes").map_err(invalid)?);
-        let is_exposed = fields.below_byte(2, "an address").map_err(invalid)? == 1;
-        let nonce = fields.bytes(RANDOM, "the nonce").map_err(invalid)?;
-        fields.end().map_err(invalid)?;
+        let challenge: Challenge = decode(content, "the challenge").map_err(invalid)?;
+        let Challenge { process, processes, .. } = challenge;
         if processes != own.processes {
             return Err(format!(
                 "rank {process} expects {processes} processes, rank {} expects {}",
@@ -153,8 +150,7 @@ impl Challenge {
         if process >= processes || process == own.process {
             return Err(format!("it claims to be rank {process} of {processes}, this is rank {}", own.process));
         }
-        let nonce = nonce.try_into().map_err(|_| "it has no nonce".to_string())?;
-        Ok(Challenge { protocol, process, processes, is_exposed, nonce })
+        Ok(challenge)
     }
 }
 
@@ -166,7 +162,7 @@ pub fn connect(
     expected: usize,
 ) -> Result<(), String> {
     let invalid = |error: FrameError| error.to_string();
-    connection.send_frame(Kind::Challenge, &own.encode()).map_err(invalid)?;
+    connection.send_frame(Kind::Challenge, &encode(own)).map_err(invalid)?;
     let peer = Challenge::read(&receive_frame(connection, Kind::Challenge)?, own)?;
     if peer.process as usize != expected {
         return Err(format!("it claims to be rank {}, not {expected}", peer.process));
@@ -198,7 +194,7 @@ fn answer_challenge(
 ) -> Result<usize, String> {
     let invalid = |error: FrameError| error.to_string();
     let peer = Challenge::read(challenge, own)?;
-    connection.send_frame(Kind::Challenge, &own.encode()).map_err(invalid)?;
+    connection.send_frame(Kind::Challenge, &encode(own)).map_err(invalid)?;
     let mut handshake = token.handshake(false, [&peer, own]).map_err(|error| error.to_string())?;
     check(connection, &mut handshake)?;
     prove(connection, &mut handshake)?;
@@ -370,7 +366,7 @@ pub mod tests {
         token(ONE).handshake(true, [&connecting, &accepting]).unwrap().write_message(&[], &mut recorded).unwrap();
         let (mut stranger, mut acceptor) = pair();
         let accepting = std::thread::spawn(move || accept(&mut acceptor, &token(ONE), &challenge(0)));
-        stranger.send_frame(Kind::Challenge, &connecting.encode()).unwrap();
+        stranger.send_frame(Kind::Challenge, &encode(&connecting)).unwrap();
         receive_frame(&mut stranger, Kind::Challenge).unwrap();
         stranger.send_frame(Kind::Proof, &recorded).unwrap();
         assert_eq!(accepting.join().unwrap(), Err(WRONG.to_string()));
@@ -392,7 +388,7 @@ pub mod tests {
     fn an_accepting_process_proves_nothing_to_a_stranger() {
         let (mut stranger, mut acceptor) = pair();
         let accepting = std::thread::spawn(move || accept(&mut acceptor, &token(ONE), &challenge(0)));
-        stranger.send_frame(Kind::Challenge, &challenge(1).encode()).unwrap();
+        stranger.send_frame(Kind::Challenge, &encode(&challenge(1))).unwrap();
         receive_frame(&mut stranger, Kind::Challenge).unwrap();
         stranger.send_frame(Kind::Proof, &[]).unwrap();
         assert_eq!(receive_frame(&mut stranger, Kind::Proof), Err(format!("it answers: {WRONG}")));

@@ -4,13 +4,14 @@
 //! queue. The writer sends a heartbeat
 //! every second. The reader gives up when nothing has arrived within the deadline, or when the run is over.
 
-use crate::comm::channel::{Disconnected, Message, RemoteEnd};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::tensor_link::TensorLink;
 use crate::process::encryption::{Cipher, DecryptingReader};
+use crate::process::fields::encode;
 use crate::process::frame::{FrameWriter, Kind};
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use crossbeam_channel::{Receiver, RecvTimeoutError};
+use serde::Serialize;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
@@ -57,28 +58,9 @@ pub struct Outbound {
 }
 
 impl Outbound {
-    pub fn of(kind: Kind, head: Vec<u8>) -> Outbound {
-        Outbound { kind, head, bodies: Vec::new() }
-    }
-}
-
-/// The end of a channel in another process: frames in the queue of its connection.
-pub struct RemoteChannel {
-    pub queue: Sender<Outbound>,
-    /// Number of the channel.
-    pub channel: u32,
-}
-
-impl RemoteEnd for RemoteChannel {
-    fn send(&self, message: Message) -> Result<(), Disconnected> {
-        let head = [self.channel.to_le_bytes(), message.item.to_le_bytes()].concat();
-        let bodies = message.tensors.into_iter().map(|tensor| tensor.buffer).collect();
-        self.queue.send(Outbound { kind: Kind::Message, head, bodies }).map_err(|_| Disconnected)
-    }
-
-    fn post(&self) {
-        // The sender may have finished.
-        _ = self.queue.send(Outbound::of(Kind::Posted, self.channel.to_le_bytes().to_vec()));
+    /// A frame without tensors.
+    pub fn of(kind: Kind, value: &impl Serialize) -> Outbound {
+        Outbound { kind, head: encode(value), bodies: Vec::new() }
     }
 }
 
@@ -308,7 +290,7 @@ pub mod tests {
         let (to, queue) = crossbeam_channel::unbounded();
         let bodies = vec![Arc::new(sanitizer().allocate(8).unwrap())];
         to.send(Outbound { kind: Kind::Message, head: vec![1], bodies }).unwrap();
-        to.send(Outbound::of(Kind::Bye, Vec::new())).unwrap();
+        to.send(Outbound::of(Kind::Bye, &())).unwrap();
         write(FrameWriter::new(Box::new(log.clone())), &queue, &Vec::new, Some(&log)).unwrap();
         assert_eq!(log.0.lock().unwrap()[..2], ["tensor", "frame"]);
     }

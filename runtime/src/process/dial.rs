@@ -5,6 +5,7 @@
 
 use crate::process::authentication;
 use crate::process::connection::{NO_DATA, Stream};
+use crate::process::fields::encode;
 use crate::process::frame::{FrameError, Kind};
 use crate::process::handshake::{HandshakeConnection, Hello};
 use crate::process::meeting::{HANDSHAKE_TIME, Meeting};
@@ -119,7 +120,7 @@ pub fn introduce(
     hello: &Hello,
 ) -> Result<HandshakeConnection, LinkError> {
     let foreign = |fault| meeting.run_failure_or(LinkError::Foreign { address: address.to_string(), fault });
-    connection.send_frame(Kind::Hello, &hello.encode()).map_err(foreign)?;
+    connection.send_frame(Kind::Hello, &encode(hello)).map_err(foreign)?;
     match connection.expect(Kind::Welcome).map_err(foreign)? {
         Ok(_) => Ok(connection),
         Err(why) => Err(LinkError::Refused { address: address.to_string(), why }),

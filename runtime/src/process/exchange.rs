@@ -6,27 +6,26 @@ use crate::checkpoint::StageSnapshot;
 use crate::checkpoint::barrier::MinibatchBarrier;
 use crate::comm::chain::SendChainMessage;
 use crate::comm::channel;
-use crate::comm::channel::{Incoming, Outgoing, channel};
+use crate::comm::channel::{Disconnected, Incoming, Message, Outgoing, channel};
 use crate::comm::communicator::{Communicator, Forward};
 use crate::comm::pipelined_all_reduce::PipelinedAllReduce;
-use crate::comm::tensor_group::{GroupRank, Layouts, TensorComm};
 use crate::device::buffer::Buffer;
 use crate::device::memory_counter::MemoryCounter;
 use crate::exec::stage_code::StageCode;
 use crate::process::chain_messages::ChainMessages;
-use crate::process::connection::{DeadlineReader, Hangup, Outbound, RemoteChannel};
+use crate::process::connection::{DeadlineReader, Hangup, Outbound};
+use crate::process::fields::encode;
 use crate::process::frame::{FrameReader, FrameWriter, Kind};
 use crate::process::parts::PartForm;
 use crate::process::process_group::{Group, current_instruction};
-use crate::process::router::{ContributionSink, Gathering, RemoteCommunicator, Route, Routes};
+use crate::process::router::{ContributionSink, Gathering, Route, Routes};
 use crate::process::run_status::{FailureCause, LinkError, RunStatus};
 use crate::process::shard_messages::ShardMessages;
 use crate::process::stop::StopAgreement;
 use crate::process::tensor_links::{Offered, TensorLinks, connect};
-use crate::process::tensor_operands::{OperandForm, TensorOperands};
-use crate::process::wire::Contribution;
+use crate::process::wire::{Contribution, RemoteCommunicator};
 use crate::process::worker_result::Leaving;
-use crate::process::{chain_messages, connection, parts, shard_messages, worker_result};
+use crate::process::{chain_messages, connection, parts, worker_result};
 use crate::stage::worker::{Event, WorkerResult};
 use crate::zero::gradient_shards::GradientShards;
 use crate::zero::remote_replicas::{RemoteReplicas, SendMessage};
@@ -51,15 +50,17 @@ type Processes = Vec<Option<usize>>;
 /// The frames to send to each process.
 type Queues = BTreeMap<usize, Sender<Outbound>>;
 
-/// The start of a `Part` frame: the number of the communicator, the sequence number, and the member.
-fn part_head(number: u32, collective: u64, member: usize) -> Vec<u8> {
-    [&number.to_le_bytes()[..], &collective.to_le_bytes(), &(member as u32).to_le_bytes()].concat()
-}
-
-/// Sends a `Part` frame to a process.
-fn send_part(queues: &Queues, process: usize, head: Vec<u8>, bodies: Vec<Arc<Buffer>>) {
+/// Sends a message from a member of communicator `number`, with tensors, to a process.
+fn send_part(
+    queues: &Queues,
+    process: usize,
+    (number, member): (u32, usize),
+    content: &[u8],
+    bodies: Vec<Arc<Buffer>>,
+) {
     // The queue has no reader after the end of the run.
     if let Some(queue) = queues.get(&process) {
+        let head = [&encode(&(number, member)), content].concat();
         let _ = queue.send(Outbound { kind: Kind::Part, head, bodies });
     }
 }
@@ -239,9 +240,7 @@ impl<'a> Exchange<'a> {
     ) -> Result<(Option<Outgoing>, Option<Incoming>), LinkError> {
         let number = self.channels;
         self.channels += 1;
-        let process_of =
-            |rank: usize, exchange: &Exchange<'_>| exchange.group.config.placement.processes_of_ranks[rank];
-        let (receiver, sender) = (process_of(to, self), process_of(from, self));
+        let [sender, receiver] = [from, to].map(|rank| self.group.config.placement.processes_of_ranks[rank]);
         match (self.is_here(from), self.is_here(to)) {
             (true, true) => {
                 let (outgoing, incoming) = channel();
@@ -249,65 +248,48 @@ impl<'a> Exchange<'a> {
             }
             (true, false) => {
                 let (queue, routes) = self.connection(receiver)?;
-                let (outgoing, posted) =
-                    channel::outgoing(Box::new(RemoteChannel { queue: queue.clone(), channel: number }));
+                let queue = queue.clone();
+                let (outgoing, posted) = channel::outgoing(Box::new(move |message: Message| {
+                    let bodies = message.tensors.into_iter().map(|tensor| tensor.buffer).collect();
+                    let frame = Outbound { bodies, ..Outbound::of(Kind::Message, &(number, message.item)) };
+                    queue.send(frame).map_err(|_| Disconnected)
+                }));
                 routes.posted.insert(number, posted);
                 Ok((Some(outgoing), None))
             }
             (false, true) => {
                 let (queue, routes) = self.connection(sender)?;
-                let (incoming, to) =
-                    channel::incoming(Box::new(RemoteChannel { queue: queue.clone(), channel: number }));
-                routes.channels.insert(number, Route { sender: to, tensors });
+                let queue = queue.clone();
+                let (incoming, messages) = channel::incoming(Box::new(move |()| {
+                    queue.send(Outbound::of(Kind::Posted, &number)).map_err(|_| Disconnected)
+                }));
+                routes.channels.insert(number, Route { sender: messages, tensors });
                 Ok((None, Some(incoming)))
             }
             (false, false) => Ok((None, None)),
         }
     }
 
-    /// Creates a communicator of these global ranks, one per member. Sequence numbers are below `collectives`.
-    pub fn open_communicator<T: Contribution + Send + Sync + 'static>(
+    /// Creates a communicator of these global ranks, one per member. Sequence numbers are below `collectives`, and so many
+    /// collectives may be unfinished at once.
+    pub fn communicator<T: Contribution>(
         &mut self,
         members: &[usize],
         form: T::Form,
-        collectives: u64,
-    ) -> Result<Arc<Communicator<T>>, LinkError>
-    where
-        T::Form: 'static,
-    {
-        self.communicator(members, |communicator| Arc::new(RemoteCommunicator { communicator, form, collectives }))
-    }
-
-    /// Creates the communicator of a worker's tensor-parallel group, whose stages have this code. `layouts` gives the
-    /// sharding of the parameters.
-    pub fn tensor_group<'c>(
-        &mut self,
-        worker: usize,
-        degree: usize,
-        (stages, layouts): (impl Iterator<Item = &'c StageCode>, &Layouts),
-    ) -> Result<Arc<TensorComm>, LinkError> {
-        let members: Vec<usize> = (0..degree).map(|rank| GroupRank { degree, rank }.global(worker)).collect();
-        let form = OperandForm::of(stages, layouts);
-        self.communicator(&members, |group| Arc::new(TensorOperands::new(group, form, degree)))
-    }
-
-    /// Creates a communicator of these global ranks. `sink` receives the contributions of other processes.
-    fn communicator<T: Contribution + Send + Sync + 'static, S: ContributionSink + 'static>(
-        &mut self,
-        members: &[usize],
-        sink: impl FnOnce(Arc<Communicator<T>>) -> Arc<S>,
+        (collectives, most_unfinished): (u64, usize),
     ) -> Result<Arc<Communicator<T>>, LinkError> {
         let Some((number, processes, queues)) = self.begin_communicator(members)? else {
             return Ok(Arc::new(Communicator::new(members.len())));
         };
         let forward: Forward<T> = Box::new(move |collective, member, part| {
-            let (mut head, mut bodies) = (part_head(number, collective, member), Vec::new());
-            part.pack(&mut head, &mut bodies);
-            queues.keys().for_each(|process| send_part(&queues, *process, head.clone(), bodies.clone()));
+            let (content, bodies) = part.pack();
+            let content = [encode(&collective), content].concat();
+            queues.keys().for_each(|process| send_part(&queues, *process, (number, member), &content, bodies.clone()));
         });
         let local_members = processes.iter().filter(|process| process.is_none()).count();
         let communicator = Arc::new(Communicator::among(members.len(), local_members, Some(forward)));
-        self.deliver(number, sink(communicator.clone()), &processes)?;
+        let remote = RemoteCommunicator { communicator: communicator.clone(), form, collectives, most_unfinished };
+        self.deliver(number, Arc::new(remote), &processes)?;
         Ok(communicator)
     }
 
@@ -320,9 +302,8 @@ impl<'a> Exchange<'a> {
     ) -> Result<Option<Arc<PipelinedAllReduce>>, LinkError> {
         let Some((number, processes, queues)) = self.begin_communicator(members)? else { return Ok(None) };
         let send: SendChainMessage = Box::new(move |process, member, message| {
-            let (mut content, mut bodies) = (Vec::new(), Vec::new());
-            let collective = chain_messages::pack(message, &mut content, &mut bodies);
-            send_part(&queues, process, [part_head(number, collective, member), content].concat(), bodies);
+            let (content, chunk) = chain_messages::pack(message);
+            send_part(&queues, process, (number, member), &content, chunk.into_iter().collect());
         });
         let all_reduce = Arc::new(PipelinedAllReduce::new(processes.clone(), send));
         let sink = ChainMessages { all_reduce: all_reduce.clone(), members: members.len(), collectives };
@@ -373,10 +354,8 @@ impl<'a> Exchange<'a> {
             return Ok(Arc::new(GradientShards::new(RemoteReplicas::none(members.len()))));
         };
         let local_members = (0..members.len()).filter(|member| processes[*member].is_none()).collect();
-        let send: SendMessage = Box::new(move |process, member, message| {
-            let (mut head, mut bodies) = (part_head(number, 0, member), Vec::new());
-            shard_messages::pack(message, &mut head, &mut bodies);
-            send_part(&queues, process, head, bodies);
+        let send: SendMessage = Box::new(move |process, member, message, tensors| {
+            send_part(&queues, process, (number, member), &encode(&message), tensors);
         });
         let shards = Arc::new(GradientShards::new(RemoteReplicas { processes: processes.clone(), send }));
         let sink = Arc::new(ShardMessages::new(shards.clone(), local_members, shard, code, rounds));
@@ -407,7 +386,7 @@ impl<'a> Exchange<'a> {
             let heartbeat = move || -> Vec<u8> {
                 let instruction =
                     |rank: &usize| progress.get(*rank).map_or(0, |current| current.load(Ordering::Relaxed));
-                local_ranks.iter().flat_map(|rank| instruction(rank).to_le_bytes()).collect()
+                local_ranks.iter().flat_map(|rank| encode(&instruction(rank))).collect()
             };
             let alive = self.writers_alive.as_ref().map(|(alive, _)| alive.clone());
             let writer_status = run_status.clone();
@@ -436,9 +415,7 @@ impl<'a> Exchange<'a> {
 
     /// Sends the loss of a micro-batch to process 0.
     pub fn send_loss(&self, item: u32, value: f64) {
-        let mut head = item.to_le_bytes().to_vec();
-        head.extend(value.to_le_bytes());
-        self.send(0, Outbound::of(Kind::Loss, head));
+        self.send(0, Outbound::of(Kind::Loss, &(item, value)));
     }
 
     /// Sends snapshots to process 0. Blocks while process 0 has not taken those of the previous checkpoint; with a slow
@@ -450,7 +427,7 @@ impl<'a> Exchange<'a> {
             // If there are no tokens or readers any more, the run is over.
             if let (Some(queue), Ok(())) = (&queue, tokens.recv()) {
                 match parts::pack(snapshot) {
-                    Ok(bytes) => _ = queue.send(Outbound::of(Kind::Checkpoint, bytes)),
+                    Ok(head) => _ = queue.send(Outbound { kind: Kind::Checkpoint, head, bodies: Vec::new() }),
                     Err(fault) => run_status.end(LinkError::Ended { process: None, what: fault.to_string() }),
                 }
             }
@@ -504,7 +481,7 @@ impl<'a> Exchange<'a> {
             let _ = self.released.recv();
         }
         if run_status.is_released() {
-            self.queues.keys().for_each(|process| self.send(*process, Outbound::of(Kind::Bye, Vec::new())));
+            self.queues.keys().for_each(|process| self.send(*process, Outbound::of(Kind::Bye, &())));
         }
         self.close(if run_status.is_released() { FLUSH_TIME } else { FLUSH_TIME_AFTER_FAILURE });
         match run_status.cause() {

@@ -1,12 +1,13 @@
-//! Fields of a frame: little-endian numbers, and texts with a length prefix.
+//! The content of a frame: values as `postcard` encodes them, and the bytes of tensors.
 //!
-//! Bytes from another process are untrusted: every field is checked, and no length allocates more than the frame
+//! Bytes from another process are untrusted: every value is checked, and no length allocates much more than the frame
 //! contains.
 
 use crate::process::frame::FrameError;
+use serde::{Deserialize, Serialize};
 
-/// Maximum text length, in bytes.
-pub const LONGEST_TEXT: usize = 1 << 12;
+/// Maximum length of a text that tells of a failure, in bytes.
+const LONGEST_TEXT: usize = 1 << 12;
 
 /// The unread fields of a frame.
 pub struct Fields<'a> {
@@ -25,45 +26,10 @@ impl<'a> Fields<'a> {
         Ok(bytes)
     }
 
-    pub fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], FrameError> {
-        self.bytes(N, what)?.try_into().map_err(|_| FrameError::Field { what })
-    }
-
-    pub fn u8(&mut self, what: &'static str) -> Result<u8, FrameError> {
-        Ok(self.array::<1>(what)?[0])
-    }
-
-    /// Reads a byte below `bound`.
-    pub fn below_byte(&mut self, bound: u8, what: &'static str) -> Result<u8, FrameError> {
-        let number = self.u8(what)?;
-        if number < bound { Ok(number) } else { Err(FrameError::Field { what }) }
-    }
-
-    pub fn u32(&mut self, what: &'static str) -> Result<u32, FrameError> {
-        Ok(u32::from_le_bytes(self.array(what)?))
-    }
-
-    /// Reads a `u32` below `bound`.
-    pub fn below(&mut self, bound: u32, what: &'static str) -> Result<u32, FrameError> {
-        let number = self.u32(what)?;
-        if number < bound { Ok(number) } else { Err(FrameError::Field { what }) }
-    }
-
-    pub fn u64(&mut self, what: &'static str) -> Result<u64, FrameError> {
-        Ok(u64::from_le_bytes(self.array(what)?))
-    }
-
-    pub fn f64(&mut self, what: &'static str) -> Result<f64, FrameError> {
-        Ok(f64::from_le_bytes(self.array(what)?))
-    }
-
-    /// Reads a UTF-8 text of at most [`LONGEST_TEXT`] bytes.
-    pub fn text(&mut self, what: &'static str) -> Result<String, FrameError> {
-        let length = self.u32(what)? as usize;
-        if length > LONGEST_TEXT {
-            return Err(FrameError::Field { what });
-        }
-        String::from_utf8(self.bytes(length, what)?.to_vec()).map_err(|_| FrameError::Field { what })
+    pub fn value<T: Deserialize<'a>>(&mut self, what: &'static str) -> Result<T, FrameError> {
+        let (value, unread) = postcard::take_from_bytes(self.unread).map_err(|_| FrameError::Field { what })?;
+        self.unread = unread;
+        Ok(value)
     }
 
     /// Checks that no bytes are left.
@@ -72,14 +38,26 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Appends a text, truncated to [`LONGEST_TEXT`] bytes.
-pub fn put_text(to: &mut Vec<u8>, text: &str) {
-    let mut length = text.len().min(LONGEST_TEXT);
-    while !text.is_char_boundary(length) {
-        length -= 1;
-    }
-    to.extend((length as u32).to_le_bytes());
-    to.extend(&text.as_bytes()[..length]);
+/// Fails unless `is_valid`. `what` names the field.
+pub fn check(is_valid: bool, what: &'static str) -> Result<(), FrameError> {
+    if is_valid { Ok(()) } else { Err(FrameError::Field { what }) }
+}
+
+pub fn encode(value: &impl Serialize) -> Vec<u8> {
+    postcard::to_allocvec(value).expect("values of frames have a known length")
+}
+
+/// Reads a value that is the whole content of a frame.
+pub fn decode<'a, T: Deserialize<'a>>(content: &'a [u8], what: &'static str) -> Result<T, FrameError> {
+    let mut fields = Fields::of(content);
+    let value = fields.value(what)?;
+    fields.end()?;
+    Ok(value)
+}
+
+/// The beginning of a text, of at most [`LONGEST_TEXT`] bytes.
+pub fn shorten(text: &str) -> &str {
+    &text[..text.floor_char_boundary(LONGEST_TEXT)]
 }
 
 #[cfg(test)]
@@ -87,27 +65,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_put_is_read() {
-        let mut bytes = 7u32.to_le_bytes().to_vec();
-        put_text(&mut bytes, "wörter");
-        let mut fields = Fields::of(&bytes);
-        assert_eq!(fields.below(8, "n"), Ok(7));
-        assert_eq!(fields.text("t").as_deref(), Ok("wörter"));
-        assert_eq!(fields.end(), Ok(()));
-        assert_eq!(fields.u8("more"), Err(FrameError::Field { what: "more" }));
-    }
-
-    #[test]
     fn nothing_is_believed() {
-        let lies = [u32::MAX.to_le_bytes().to_vec(), [&5u32.to_le_bytes()[..], b"abc"].concat(), vec![1, 0]];
-        for bytes in lies {
-            assert_eq!(Fields::of(&bytes).text("t"), Err(FrameError::Field { what: "t" }));
+        let bytes = encode(&(7u32, "wörter"));
+        assert_eq!(decode(&bytes, "a text"), Ok((7u32, "wörter")));
+        let invalid = Err(FrameError::Field { what: "a text" });
+        assert!((0..bytes.len()).all(|length| decode::<(u32, &str)>(&bytes[..length], "a text") == invalid));
+        assert!(decode::<(u32, &str)>(&[&bytes[..], &[0]].concat(), "a text").is_err());
+        // A length beyond the frame, and bytes that are no text.
+        for lie in [&[255, 255, 255, 255, 15, 7][..], &[2, 0xff, 0xfe]] {
+            assert!(decode::<Vec<u64>>(lie, "a list").is_err() && decode::<&str>(lie, "a text").is_err());
         }
-        let not_text = [&2u32.to_le_bytes()[..], &[0xff, 0xfe]].concat();
-        assert_eq!(Fields::of(&not_text).text("t"), Err(FrameError::Field { what: "t" }));
-        assert!(Fields::of(&[0; 4]).below(0, "n").is_err());
-        let mut bytes = Vec::new();
-        put_text(&mut bytes, &"ä".repeat(LONGEST_TEXT));
-        assert_eq!(bytes.len(), 4 + LONGEST_TEXT);
+        assert_eq!(shorten(&format!("a{}", "ä".repeat(LONGEST_TEXT))).len(), LONGEST_TEXT - 1);
     }
 }

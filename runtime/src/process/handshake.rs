@@ -6,20 +6,19 @@
 
 use crate::process::connection::{DeadlineReader, Hangup};
 use crate::process::encryption::{Cipher, EncryptingWriter};
-use crate::process::fields::{Fields, put_text};
+use crate::process::fields::{check, shorten as shorten_text};
 use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
+use crate::process::run_status::abort_reason;
 use compiler::graph::hash::sha256;
 use compiler::text::name::short_name;
+use serde::{Deserialize, Serialize};
 use std::io::{self, Write};
 
 /// Version of the frame protocol.
-pub const PROTOCOL: u32 = 9;
+pub const PROTOCOL: u32 = 10;
 
 /// Maximum content of a frame before the run begins.
 pub const LONGEST: u64 = 1 << 20;
-
-/// Maximum number of inputs in a hello.
-const MOST_INPUTS: u32 = 64;
 
 /// Characters of the longest setting that messages contain whole.
 const WHOLE: usize = 120;
@@ -28,7 +27,7 @@ const WHOLE: usize = 120;
 const BEGIN: usize = 40;
 
 /// An input of a run.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RunInput {
     /// SHA-256 of something large.
     Digest([u8; 32]),
@@ -59,7 +58,7 @@ fn shorten(value: String) -> String {
 }
 
 /// The inputs of a run that must be equal in all processes.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// Distinguishes runs with equal inputs.
     pub run: u64,
@@ -68,7 +67,7 @@ pub struct Identity {
 }
 
 /// The introduction of a process.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     pub process: u32,
     pub pid: u32,
@@ -77,50 +76,6 @@ pub struct Hello {
 }
 
 impl Hello {
-    pub fn encode(&self) -> Vec<u8> {
-        let mut content = Vec::new();
-        for number in [self.process, self.pid] {
-            content.extend(number.to_le_bytes());
-        }
-        content.extend(self.identity.run.to_le_bytes());
-        put_text(&mut content, &self.address);
-        content.extend((self.identity.inputs.len() as u32).to_le_bytes());
-        for (name, input) in &self.identity.inputs {
-            put_text(&mut content, name);
-            match input {
-                RunInput::Digest(digest) => {
-                    content.push(0);
-                    content.extend(digest);
-                }
-                RunInput::Setting(setting) | RunInput::Cause(setting) => {
-                    content.push(if matches!(input, RunInput::Setting(_)) { 1 } else { 2 });
-                    put_text(&mut content, setting);
-                }
-            }
-        }
-        content
-    }
-
-    pub fn decode(content: &[u8]) -> Result<Hello, FrameError> {
-        let mut fields = Fields::of(content);
-        let (process, pid) = (fields.u32("the process")?, fields.u32("the process id")?);
-        let run = fields.u64("the run")?;
-        let address = fields.text("the address")?;
-        let count = fields.below(MOST_INPUTS, "the number of inputs")?;
-        let mut inputs = Vec::new();
-        for _ in 0..count {
-            let name = fields.text("the name of an input")?;
-            let input = match fields.below_byte(3, "the kind of an input")? {
-                0 => RunInput::Digest(fields.array("a digest")?),
-                1 => RunInput::Setting(fields.text("a setting")?),
-                _ => RunInput::Cause(fields.text("a setting")?),
-            };
-            inputs.push((name, input));
-        }
-        fields.end()?;
-        Ok(Hello { process, pid, address, identity: Identity { run, inputs } })
-    }
-
     /// Checks that the sender may take part in the run of `own`, or says why not.
     pub fn check_matches(&self, own: &Hello) -> Result<(), String> {
         if self.identity.run != own.identity.run {
@@ -176,32 +131,10 @@ fn join_list(names: &[&str]) -> String {
 }
 
 /// Roster entry of a process.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RosterEntry {
     pub pid: u32,
     pub address: String,
-}
-
-pub fn encode_roster(roster: &[RosterEntry]) -> Vec<u8> {
-    let mut content = (roster.len() as u32).to_le_bytes().to_vec();
-    for entry in roster {
-        content.extend(entry.pid.to_le_bytes());
-        put_text(&mut content, &entry.address);
-    }
-    content
-}
-
-pub fn decode_roster(content: &[u8], processes: usize) -> Result<Vec<RosterEntry>, FrameError> {
-    let mut fields = Fields::of(content);
-    if fields.u32("the number of processes")? as usize != processes {
-        return Err(FrameError::Field { what: "the number of processes" });
-    }
-    let mut roster = Vec::new();
-    for _ in 0..processes {
-        roster.push(RosterEntry { pid: fields.u32("a process id")?, address: fields.text("an address")? });
-    }
-    fields.end()?;
-    Ok(roster)
 }
 
 /// A connection during the handshake.
@@ -221,12 +154,8 @@ impl HandshakeConnection {
     pub fn expect_within(&mut self, expected: Kind, longest: u64) -> Result<Result<Vec<u8>, String>, FrameError> {
         match self.reader.read(longest)? {
             (kind, content) if kind == expected => Ok(Ok(content.to_vec())),
-            (Kind::Refusal, content) => Ok(Err(Fields::of(content).text("the reason")?)),
-            (Kind::Abort, content) => {
-                let mut fields = Fields::of(content);
-                fields.u32("the process that failed")?;
-                Ok(Err(fields.text("the reason")?))
-            }
+            (Kind::Refusal, content) => Ok(Err(decode_refusal(content)?)),
+            (Kind::Abort, content) => Ok(Err(abort_reason(content)?.1)),
             (kind, _) => Err(FrameError::Unexpected { kind }),
         }
     }
@@ -240,10 +169,9 @@ impl HandshakeConnection {
 
     /// Refuses the peer.
     pub fn refuse(&mut self, why: &str) {
-        let mut content = Vec::new();
-        put_text(&mut content, why);
+        let why = shorten_text(why);
         // The peer may have closed the connection.
-        let _ = self.send_frame(Kind::Refusal, &content);
+        let _ = self.send_frame(Kind::Refusal, &[&(why.len() as u32).to_le_bytes(), why.as_bytes()].concat());
     }
 
     pub fn send_frame(&mut self, kind: Kind, content: &[u8]) -> Result<(), FrameError> {
@@ -252,9 +180,18 @@ impl HandshakeConnection {
     }
 }
 
+/// The reason in a refusal: a length of four bytes and a text in every version of the protocol.
+fn decode_refusal(content: &[u8]) -> Result<String, FrameError> {
+    let invalid = || FrameError::Field { what: "the reason" };
+    let (length, text) = content.split_first_chunk().ok_or_else(invalid)?;
+    check(u32::from_le_bytes(*length) as usize == text.len(), "the reason")?;
+    String::from_utf8(text.to_vec()).map_err(|_| invalid())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::process::fields::{decode, encode};
 
     fn hello() -> Hello {
         let inputs = [
@@ -267,25 +204,13 @@ mod tests {
     }
 
     #[test]
-    fn hellos_and_rosters_read_back() {
-        assert_eq!(Hello::decode(&hello().encode()), Ok(hello()));
-        let roster = vec![RosterEntry { pid: 1, address: "a:1".into() }, RosterEntry { pid: 2, address: "b:2".into() }];
-        assert_eq!(decode_roster(&encode_roster(&roster), 2), Ok(roster.clone()));
-        assert!(decode_roster(&encode_roster(&roster), 3).is_err());
-        let encoded = hello().encode();
-        for length in 0..encoded.len() {
-            assert!(Hello::decode(&encoded[..length]).is_err(), "{length}");
-        }
-    }
-
-    #[test]
     fn a_long_setting_is_compared_in_full() {
         let hello_with = |last: &str| {
             let mut hello = hello();
             hello.identity.inputs[2].1 = RunInput::setting("ä".repeat(WHOLE) + last);
             hello
         };
-        let decoded = Hello::decode(&hello_with("b").encode()).unwrap();
+        let decoded: Hello = decode(&encode(&hello_with("b")), "a hello").unwrap();
         assert_eq!(decoded.check_matches(&hello_with("b")), Ok(()));
         let why = decoded.check_matches(&hello_with("c")).unwrap_err();
         let begin = "ä".repeat(BEGIN);
@@ -299,7 +224,7 @@ mod tests {
             let mut hello = hello();
             hello.identity.inputs[0].1 = RunInput::Digest([program; 32]);
             hello.identity.inputs.push(("frozen".to_string(), RunInput::cause(frozen.to_string())));
-            Hello::decode(&hello.encode()).unwrap()
+            hello
         };
         assert_eq!(hello_with("a,b", 1).check_matches(&hello_with("b,a", 1)), Ok(()));
         assert_eq!(

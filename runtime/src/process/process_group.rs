@@ -8,8 +8,9 @@ use crate::process::accept::{Accepted, gather};
 use crate::process::authentication;
 use crate::process::connection::{NO_DATA, RUN_OVER, Stream};
 use crate::process::dial::{dial, introduce, is_lost};
+use crate::process::fields::{check, decode, encode};
 use crate::process::frame::{FrameError, Kind};
-use crate::process::handshake::{HandshakeConnection, Hello, RosterEntry, decode_roster, encode_roster};
+use crate::process::handshake::{HandshakeConnection, Hello, RosterEntry};
 use crate::process::meeting::{Meeting, Notice, ProcessConfig};
 use crate::process::placement::WorkerPlacement;
 use crate::process::run_status::{LinkError, RunStatus};
@@ -170,7 +171,7 @@ impl Joiner<'_> {
         roster.extend(accepted.values().map(|(_, peer)| RosterEntry { pid: peer.pid, address: peer.address.clone() }));
         let mut connections: Connections =
             accepted.into_iter().map(|(process, (connection, _))| (process, connection)).collect();
-        let content = encode_roster(&roster);
+        let content = encode(&roster);
         let started = self
             .for_each_connection(&mut connections, &|connection| connection.send_frame(Kind::Roster, &content).map(Ok));
         let started = started.and_then(|()| {
@@ -298,7 +299,7 @@ impl Joiner<'_> {
         let proved = authentication::accept(&mut connection, &self.config.token, &self.meeting.challenge(false)?)
             .map_err(|what| self.meeting.run_failure_or(failed(what)))?;
         let content = connection.expect(Kind::Hello).map_err(lost)?.map_err(failed)?;
-        let hello = Hello::decode(&content).map_err(lost)?;
+        let hello: Hello = decode(&content, "the hello").map_err(lost)?;
         let check = match [proved, hello.process as usize] == [process; 2] {
             true => hello.check_matches(own),
             false => Err(format!("it proved to be rank {proved} and claims to be {}", hello.process)),
@@ -327,7 +328,9 @@ impl Joiner<'_> {
     fn roster(&self, connection: &mut HandshakeConnection, first: &str) -> Result<Vec<RosterEntry>, LinkError> {
         let content = self.expect_from_first(connection, Kind::Roster, first)?;
         let foreign = |fault| LinkError::Foreign { address: first.to_string(), fault };
-        decode_roster(&content, self.config.placement.processes).map_err(foreign)
+        let roster: Vec<RosterEntry> = decode(&content, "the roster").map_err(foreign)?;
+        check(roster.len() == self.config.placement.processes, "the number of processes").map_err(foreign)?;
+        Ok(roster)
     }
 
     /// Reports ready to process 0 and waits for the start.

@@ -6,10 +6,9 @@
 
 use crate::checkpoint::StageSnapshot;
 use crate::comm::channel::{Message, TensorMessage};
-use crate::comm::communicator::Communicator;
 use crate::device::tensor_link::{Role, TensorLink};
 use crate::process::connection::{DeadlineReader, Outbound};
-use crate::process::fields::Fields;
+use crate::process::fields::{Fields, check};
 use crate::process::frame::{FrameError, FrameReader, Kind};
 use crate::process::parts;
 use crate::process::parts::PartForm;
@@ -17,7 +16,6 @@ use crate::process::process_group::{Progress, read_failure};
 use crate::process::recv_buffers::Ring;
 use crate::process::run_status::{LinkError, RunStatus, abort_reason};
 use crate::process::stop::StopAgreement;
-use crate::process::wire::Contribution;
 use crate::process::worker_result::Leaving;
 use crate::stage::worker::{Event, WorkerResult};
 use compiler::op::Value;
@@ -38,41 +36,11 @@ pub struct Route {
 /// A communicator with members in other processes.
 pub trait ContributionSink: Send + Sync {
     /// Reads the contribution of a member.
-    fn arrive(&self, number: u64, member: usize, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<(), FrameError>;
+    fn arrive(&self, member: usize, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<(), FrameError>;
     /// Maximum bytes of a contribution.
     fn most(&self) -> usize;
     /// Fails all waits, after the process was lost.
     fn abandon(&self);
-}
-
-/// A communicator with the valid contents of its contributions.
-pub struct RemoteCommunicator<T: Contribution> {
-    pub communicator: Arc<Communicator<T>>,
-    pub form: T::Form,
-    /// Upper bound of the sequence numbers.
-    pub collectives: u64,
-}
-
-impl<T: Contribution + Send + Sync> ContributionSink for RemoteCommunicator<T> {
-    fn arrive(&self, number: u64, member: usize, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<(), FrameError> {
-        if number >= self.collectives {
-            return Err(FrameError::Field { what: "the number of a collective" });
-        }
-        let part = T::unpack(&self.form, fields, ring)?;
-        fields.end()?;
-        match self.communicator.arrive(number, member, part) {
-            true => Ok(()),
-            false => Err(FrameError::Field { what: "the member of a collective" }),
-        }
-    }
-
-    fn most(&self) -> usize {
-        T::most(&self.form)
-    }
-
-    fn abandon(&self) {
-        self.communicator.abandon();
-    }
 }
 
 /// State that process 0 collects from the workers of another process.
@@ -153,9 +121,9 @@ impl Routes<'_> {
     /// Maximum frame length.
     fn limit(&self) -> u64 {
         let message =
-            |route: &Route| route.tensors.iter().fold(8usize, |sum, (_, _, bytes)| sum.saturating_add(*bytes));
+            |route: &Route| route.tensors.iter().fold(16usize, |sum, (_, _, bytes)| sum.saturating_add(*bytes));
         let messages = self.channels.values().map(message);
-        let parts = self.communicators.values().map(|(sink, _)| sink.most().saturating_add(16));
+        let parts = self.communicators.values().map(|(sink, _)| sink.most().saturating_add(24));
         let results = self.gathering.as_ref().map(|_| self.max_result);
         let snapshots = self
             .gathering
@@ -176,14 +144,15 @@ impl Routes<'_> {
         let mut fields = Fields::of(content);
         let unknown = |what| move || FrameError::Field { what };
         if let (Kind::Message | Kind::Part, Some(link)) = (kind, &self.link) {
-            let is_linked = fields.below_byte(2, "the way of the tensors")? == 1;
+            let is_linked: bool = fields.value("the way of the tensors")?;
             ring.link = is_linked.then(|| link.clone());
             ring.role = if kind == Kind::Part { Role::Operand } else { Role::Message };
         }
         match kind {
             Kind::Message => {
-                let route = self.channels.get(&fields.u32("the channel")?).ok_or_else(unknown("the channel"))?;
-                let item = fields.below(self.items, "the micro-batch")?;
+                let (channel, item): (u32, u32) = fields.value("the channel")?;
+                let route = self.channels.get(&channel).ok_or_else(unknown("the channel"))?;
+                check(item < self.items, "the micro-batch")?;
                 let mut read_tensor = |(value, group, bytes): &(Value, usize, usize)| {
                     let buffer = ring.tensor(&mut fields, *bytes, "a tensor")?;
                     Ok(TensorMessage { value: *value, group: *group, buffer })
@@ -194,22 +163,19 @@ impl Routes<'_> {
                 let _ = route.sender.send(Message { item, tensors });
             }
             Kind::Posted => {
-                let posted = self.posted.get(&fields.u32("the channel")?).ok_or_else(unknown("the channel"))?;
+                let posted = self.posted.get(&fields.value("the channel")?).ok_or_else(unknown("the channel"))?;
                 fields.end()?;
                 let _ = posted.send(());
             }
             Kind::Part => {
-                let communicator =
-                    self.communicators.get(&fields.u32("the collective")?).ok_or_else(unknown("the collective"))?;
-                let (number, member) = (fields.u64("the number of a collective")?, fields.u32("the member")? as usize);
-                if !communicator.1.contains(&member) {
-                    return Err(FrameError::Field { what: "the member of a collective" });
-                }
-                communicator.0.arrive(number, member, &mut fields, ring)?;
+                let (number, member): (u32, usize) = fields.value("the collective")?;
+                let (sink, members) = self.communicators.get(&number).ok_or_else(unknown("the collective"))?;
+                check(members.contains(&member), "the member of a collective")?;
+                sink.arrive(member, &mut fields, ring)?;
             }
             Kind::Heartbeat => {
                 for rank in &self.ranks {
-                    let instruction = fields.u32("the worker's progress")?;
+                    let instruction = fields.value("the worker's progress")?;
                     self.progress
                         .get(*rank)
                         .into_iter()
@@ -262,7 +228,8 @@ impl Routes<'_> {
     fn gather(&mut self, kind: Kind, fields: &mut Fields<'_>) -> Result<(), FrameError> {
         let gathering = self.gathering.as_mut().ok_or(FrameError::Unexpected { kind })?;
         if kind == Kind::Loss {
-            let (item, value) = (fields.below(self.items, "the micro-batch")?, fields.f64("a loss")?);
+            let (item, value): (u32, f64) = fields.value("a loss")?;
+            check(item < self.items, "the micro-batch")?;
             fields.end()?;
             if let Some(events) = &gathering.events {
                 let _ = events.send(Event::Loss { item, value });
@@ -274,18 +241,17 @@ impl Routes<'_> {
             let snapshot = parts::unpack(&mut gathering.form, fields)?;
             // Blocks while the previous checkpoint is written. If the receiver is gone, the run is over.
             let _ = sender.send(snapshot);
-            let _ = gathering.reply.send(Outbound::of(Kind::Taken, Vec::new()));
+            let _ = gathering.reply.send(Outbound::of(Kind::Taken, &()));
             return Ok(());
         }
-        let rank = fields.u32("the rank")? as usize;
+        let rank: usize = fields.value("the rank")?;
         let unknown = || FrameError::Field { what: "the rank" };
         let result = gathering.ranks.get_mut(&rank).ok_or_else(unknown)?;
         match kind {
             Kind::Tensor => result.tensor(fields),
             Kind::Spans => result.spans(fields, self.stages),
             _ => {
-                let peak_bytes = fields.u64("the worker's memory")?;
-                let checkpoint_bytes = fields.u64("the worker's checkpoint memory")?;
+                let (peak_bytes, checkpoint_bytes): (u64, u64) = fields.value("the worker's memory")?;
                 fields.end()?;
                 let result = gathering.ranks.remove(&rank).ok_or_else(unknown)?;
                 let _ = gathering.outcomes.send((rank, result.into_result(peak_bytes, checkpoint_bytes)?));

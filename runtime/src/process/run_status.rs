@@ -1,7 +1,7 @@
 //! The status of a multi-process run: the first failure is kept, and all processes learn of it.
 
 use crate::process::connection::Outbound;
-use crate::process::fields::{Fields, put_text};
+use crate::process::fields::{decode, shorten};
 use crate::process::frame::{FrameError, Kind};
 use crossbeam_channel::Sender;
 use parking_lot::Mutex;
@@ -102,9 +102,6 @@ struct State {
 /// Time that connections stay open for the last frame of the peer.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// Process number that stands for no culprit.
-const NOBODY: u32 = u32::MAX;
-
 impl RunStatus {
     /// Ends the run early and notifies all processes, unless it has already ended.
     pub fn end(&self, cause: LinkError) {
@@ -168,16 +165,12 @@ impl FailureCause {
 
 /// The frame that ends the run in other processes.
 pub fn abort(cause: &LinkError) -> Outbound {
-    let mut head = cause.culprit().map_or(NOBODY, |process| process as u32).to_le_bytes().to_vec();
-    put_text(&mut head, &cause.describe());
-    Outbound::of(Kind::Abort, head)
+    Outbound::of(Kind::Abort, &(cause.culprit(), shorten(&cause.describe())))
 }
 
 /// The culprit and the reason in the content of such a frame.
 pub fn abort_reason(content: &[u8]) -> Result<(Option<usize>, String), FrameError> {
-    let mut fields = Fields::of(content);
-    let process = Some(fields.u32("the failed process")?).filter(|process| *process != NOBODY);
-    Ok((process.map(|process| process as usize), fields.text("the reason for the end")?))
+    decode(content, "the reason for the end")
 }
 
 #[cfg(test)]
@@ -205,7 +198,8 @@ mod tests {
         run_status.end(LinkError::Ended { process: None, what: "later".into() });
         assert_eq!((run_status.cause(), received.len()), (Some(first), 1));
         let frame = received.recv().unwrap();
-        assert_eq!((frame.kind, &frame.head[..4]), (Kind::Abort, &2u32.to_le_bytes()[..]));
+        let reason = "worker 1.0 stopped: it broke".to_string();
+        assert_eq!((frame.kind, abort_reason(&frame.head)), (Kind::Abort, Ok((Some(2), reason))));
         run_status.notify(to);
         assert_eq!(received.recv().map(|frame| frame.kind), Ok(Kind::Abort));
     }

@@ -46,7 +46,7 @@ impl<'a> StopAgreement<'a> {
     fn send(&self, process: usize, kind: Kind, number: u32) {
         // The queue has no reader after the end of the run.
         if let Some(queue) = self.queues.get(&process) {
-            let _ = queue.send(Outbound::of(kind, number.to_le_bytes().to_vec()));
+            let _ = queue.send(Outbound::of(kind, &number));
         }
     }
 
@@ -92,7 +92,7 @@ impl<'a> StopAgreement<'a> {
 
     /// Handles a frame of the agreement.
     pub fn handle(&self, process: usize, kind: Kind, fields: &mut Fields<'_>) -> Result<(), FrameError> {
-        let number = fields.u32("the stop request")?;
+        let number = fields.value("the stop request")?;
         fields.end()?;
         match (kind, self.process, process) {
             (Kind::Stop, 0, _) => self.begin(number),
@@ -163,9 +163,9 @@ mod tests {
             }
         }
         assert_eq!(barriers.each_ref().map(|barrier| (barrier.end(), barrier.reason())), [(Some(8), 15); 3]);
-        let late = agreements[0].handle(1, Kind::ResumedState, &mut Fields::of(&9u32.to_le_bytes()));
+        let late = agreements[0].handle(1, Kind::ResumedState, &mut Fields::of(&[9]));
         assert_eq!(late, Err(FrameError::Unexpected { kind: Kind::ResumedState }));
-        assert!(agreements[1].handle(2, Kind::End, &mut Fields::of(&9u32.to_le_bytes())).is_err());
-        assert!(agreements[1].handle(0, Kind::End, &mut Fields::of(&[9])).is_err());
+        assert!(agreements[1].handle(2, Kind::End, &mut Fields::of(&[9])).is_err());
+        assert!(agreements[1].handle(0, Kind::End, &mut Fields::of(&[])).is_err());
     }
 }

@@ -9,12 +9,13 @@ use crate::device::error::DeviceError;
 use crate::device::memory_counter::MemoryCounter;
 use crate::device::tensor_link::{LinkEnd, TensorLink, Transport};
 use crate::process::connection::{DeadlineReader, POLL_INTERVAL};
-use crate::process::fields::Fields;
+use crate::process::fields::{decode, encode};
 use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use crate::process::handshake::LONGEST;
 use crate::process::process_group::{Group, read_failure};
 use crate::process::run_status::{LinkError, RunStatus, abort, abort_reason};
 use crossbeam_channel::{Receiver, Sender, unbounded};
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -35,32 +36,10 @@ pub struct TensorLinks {
 
 /// What a process offers to another: its device's identity, and ids of links to and from it. Empty for a process
 /// that it exchanges no tensors with.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Offer {
     identity: Vec<u8>,
     ids: [Vec<u8>; 2],
-}
-
-impl Offer {
-    fn encode(&self) -> Vec<u8> {
-        let mut content = Vec::new();
-        for part in [&self.identity, &self.ids[0], &self.ids[1]] {
-            content.extend((part.len() as u32).to_le_bytes());
-            content.extend(part);
-        }
-        content
-    }
-
-    fn decode(content: &[u8]) -> Result<Offer, FrameError> {
-        let mut fields = Fields::of(content);
-        let mut part = || {
-            let bytes = fields.u32("the length of an offer")? as usize;
-            fields.bytes(bytes, "an offer").map(<[u8]>::to_vec)
-        };
-        let offer = Offer { identity: part()?, ids: [part()?, part()?] };
-        fields.end()?;
-        Ok(offer)
-    }
 }
 
 /// The transport of a process, or why it has none. A process without workers needs none.
@@ -140,14 +119,14 @@ fn pairs(group: &mut Group, transport: Option<&dyn Transport>) -> Result<Vec<Pai
             Some(transport) => Offer { identity: transport.identity(), ids: Default::default() },
             None => Offer::default(),
         };
-        connection.send_frame(Kind::Devices, &offer.encode()).map_err(|fault| lost(process, fault))?;
+        connection.send_frame(Kind::Devices, &encode(&offer)).map_err(|fault| lost(process, fault))?;
         own_offers.insert(process, offer);
     }
     let mut pairs = Vec::new();
     for (&process, connection) in &mut group.connections {
         let content = connection.expect(Kind::Devices).map_err(|fault| lost(process, fault))?;
         let content = content.map_err(|what| failed(process, what))?;
-        let theirs = Offer::decode(&content).map_err(|fault| lost(process, fault))?;
+        let theirs: Offer = decode(&content, "an offer").map_err(|fault| lost(process, fault))?;
         let Some(ours) = own_offers.remove(&process) else { continue };
         if ours.identity.is_empty() || theirs.identity.is_empty() {
             continue;
@@ -371,15 +350,6 @@ impl Wait<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn offers_read_back() {
-        let offer = Offer { identity: vec![1, 2], ids: [vec![3], Vec::new()] };
-        let bytes = offer.encode();
-        assert_eq!(Offer::decode(&bytes), Ok(offer));
-        assert!((0..bytes.len()).all(|length| Offer::decode(&bytes[..length]).is_err()));
-        assert_eq!(Offer::decode(&Offer::default().encode()), Ok(Offer::default()));
-    }
 
     /// The culprit that process 0 finds: its own failure comes first, then reports of others.
     fn culprit(first: LinkError, later: Vec<(usize, LinkError)>) -> Option<usize> {

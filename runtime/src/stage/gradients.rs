@@ -1,7 +1,7 @@
 //! Gradient accumulation: over the micro-batches of a replica, and over the uses of a parameter.
 //! Gradients of 16-bit parameters are accumulated in `f32`.
 
-use crate::comm::communicator::CollectiveError;
+use crate::comm::communicator::{CollectiveError, Tensors};
 use crate::device::api::Elementwise;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
@@ -14,7 +14,7 @@ use compiler::tensor::DType;
 use std::sync::Arc;
 
 /// Terms of a parameter's gradient, each with its rank in the sum.
-pub type GradientTerms = Vec<(usize, Arc<Buffer>)>;
+pub type GradientTerms = Tensors;
 
 /// Lends the round's gradient sums to a backward pass, which accumulates into them; [`collect_sums`] takes them back.
 pub fn lend_sums(

@@ -11,8 +11,8 @@ pub struct PendingSnapshots {
     /// Number of tied-weight versions to keep; 0 without checkpoints.
     pub window: u32,
     pub(super) forward_weights: Vec<ForwardWeights>,
-    /// Snapshots waiting for a tied weight to reach a version, and complete ones.
-    pub(super) waiting: Vec<(u32, StageSnapshot)>,
+    pub(super) waiting: Vec<WaitingSnapshot>,
+    /// Complete snapshots.
     pub(super) ready: Vec<StageSnapshot>,
     /// Restored weights of forward passes that are repeated after a resume.
     pub forwards: BTreeMap<u32, Weights>,
@@ -23,6 +23,13 @@ impl PendingSnapshots {
     pub fn new(window: u32, counter: &Arc<MemoryCounter>) -> PendingSnapshots {
         PendingSnapshots { window, counter: counter.clone(), ..PendingSnapshots::default() }
     }
+}
+
+/// A snapshot that waits until so many tied weights have reached its version.
+pub(super) struct WaitingSnapshot {
+    pub(super) version: u32,
+    pub(super) missing: usize,
+    pub(super) snapshot: StageSnapshot,
 }
 
 /// The weights of a micro-batch's forward pass.

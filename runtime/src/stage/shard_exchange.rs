@@ -5,13 +5,12 @@
 //! ZeRO 3 buckets carry no data: they only signal that all replicas have stepped, and runs read from the `weight_shards`.
 
 use crate::comm::all_reduce::{Addends, Collective, Parts};
-use crate::comm::communicator::CollectiveError;
+use crate::comm::communicator::{CollectiveError, Tensors};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::layout::is_half;
 use crate::exec::executor::Weights;
 use crate::stage::stage_worker::StageWorker;
-use crate::zero::shard::Shares;
 use std::sync::Arc;
 
 /// Sequence number of the final gather to the first replica. Version 0 is never gathered, so 0 is free.
@@ -26,7 +25,7 @@ impl StageWorker<'_> {
             let parts = self.weights_in_place(version, bucket)?;
             all_reduce.contribute(Collective::AllGather(number), self.shard.rank(), parts)?;
         }
-        shard_comm.contribute(number, self.shard.rank(), Shares(Vec::new()));
+        shard_comm.contribute(number, self.shard.rank(), Vec::new());
         Ok(())
     }
 
@@ -117,20 +116,20 @@ impl StageWorker<'_> {
         let is_sharded = |p: &usize| self.shard.is_sharded(*p);
         let in_shares = |p: &usize| self.shard.has_weight_shards() || is_half(self.code.parameters[*p].fact.dtype);
         let masters = (0..parameters).filter(|p| is_sharded(p) && in_shares(p));
-        let mut shards: Vec<(usize, Arc<Buffer>)> = masters.map(|p| (p, weights[p].clone())).collect();
+        let mut shards: Tensors = masters.map(|p| (p, weights[p].clone())).collect();
         let copies = gradients.iter().filter(|(p, _)| is_sharded(p));
         for (p, shard) in copies {
             shards.push((parameters + p, Arc::new(self.executor.device.copy_of(shard.region())?)));
         }
         shards.iter().try_for_each(|(_, shard)| self.executor.device.release(shard))?;
         let numbers: Vec<usize> = shards.iter().map(|(number, _)| *number).collect();
-        shard_comm.contribute(LAST, self.shard.rank(), Shares(shards));
+        shard_comm.contribute(LAST, self.shard.rank(), shards);
         if !self.is_first {
             return Ok(());
         }
         let contributions = shard_comm.wait(LAST)?;
         for number in numbers {
-            let parts = contributions.iter().map(|Shares(shares)| shares.iter().find(|(shard, _)| *shard == number));
+            let parts = contributions.iter().map(|shards| shards.iter().find(|(shard, _)| *shard == number));
             let parts: Option<Vec<Arc<Buffer>>> = parts.map(|part| part.map(|(_, part)| part.clone())).collect();
             let parts = parts.ok_or(CollectiveError::PeerLost)?;
             // Devices have no room for them.

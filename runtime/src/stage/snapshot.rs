@@ -6,15 +6,16 @@
 //! weights here. A tied weight with versions of its own reaches the checkpoint later than its stage; the snapshot waits
 //! for it.
 
-use crate::checkpoint::{ResumeState, StageSnapshot, StageState};
+use crate::checkpoint::{ResumeState, SnapshotKey, StageSnapshot, StageState};
 use crate::comm::communicator::CollectiveError;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::memory_counter::CountedBytes;
 use crate::exec::executor::Weights;
-use crate::optim::state::ParameterState;
+use crate::exec::stage_code::StageCode;
+use crate::exec::stage_tensor::{StageTensor, StageTensors};
 use crate::stage::lag::Lag;
-use crate::stage::pending_snapshots::ForwardWeights;
+use crate::stage::pending_snapshots::{ForwardWeights, WaitingSnapshot};
 use crate::stage::stage_worker::StageWorker;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -124,13 +125,13 @@ impl StageWorker<'_> {
     /// Takes a snapshot, once the version of the last update before the checkpoint is complete.
     pub fn take_snapshot(&mut self, point: CheckpointPoint) -> Result<(), DeviceError> {
         let CheckpointPoint { minibatches, version, replica, older, first_replica_versions, next_item, scale } = point;
-        let (mut versions, mut forwards) = (BTreeMap::new(), BTreeMap::new());
+        let (mut versions, mut tensors) = (BTreeMap::new(), StageTensors::new());
         for (item, version) in older {
             let forward_weights =
                 self.snapshots.forward_weights.iter().find(|forward_weights| forward_weights.item == item);
             match forward_weights {
                 Some(forward_weights) if !forward_weights.is_version => {
-                    _ = forwards.insert(item, forward_weights.weights.clone())
+                    insert_weights(&mut tensors, self.code, &forward_weights.weights, |p| StageTensor::Forward(item, p))
                 }
                 _ if first_replica_versions.contains(&version) => {}
                 Some(forward_weights) => _ = versions.entry(version).or_insert_with(|| forward_weights.weights.clone()),
@@ -144,61 +145,52 @@ impl StageWorker<'_> {
                 }
             }
         }
+        for (version, weights) in versions {
+            insert_weights(&mut tensors, self.code, &weights, |p| StageTensor::Version(version, p));
+        }
         self.snapshots.forward_weights.retain(|forward_weights| forward_weights.item >= next_item);
         let mut state = None;
         if self.is_first {
             let newest = self.versions.get(&version).map(|weights| self.try_gather_weights(version, weights));
             let Some(weights) = newest.unwrap_or(Ok(Some(Weights::new())))? else { return Ok(()) };
             self.release_all(&weights)?;
-            let optimizer_states = (0..self.code.parameters.len()).map(|p| self.optimizer_state(p, version));
-            let states = self.executor.states.iter().map(|state| {
+            insert_weights(&mut tensors, self.code, &weights, StageTensor::Weight);
+            for (index, state) in self.executor.states.iter().enumerate() {
                 let copy = self.executor.device.copy_of(state.region())?;
                 self.executor.device.release(&copy)?;
-                Ok(copy)
-            });
-            let (optimizer_states, states) =
-                (optimizer_states.collect::<Result<_, _>>()?, states.collect::<Result<_, DeviceError>>()?);
-            state = Some(StageState { weights, optimizer_states, states, scale });
+                tensors.insert(StageTensor::State(index), Arc::new(copy));
+            }
+            let updates = (0..self.code.parameters.len()).map(|p| self.updates(p, version)).collect();
+            state = Some(StageState { updates, scale });
         }
-        let (stage, tied_weights) = (self.stage, BTreeMap::new());
         // Every group has all shards, and the first one saves them.
         let saves_shards = self.shard.has_shards() && self.shard.group() == 0;
         let replicas = if saves_shards { self.shard.degree() as u32 } else { 1 };
-        let shard_state = |p: usize| match self.shard.is_sharded(p) {
-            true => self.optimizer_state(p, version),
-            false => Ok(ParameterState::default()),
-        };
-        let has_shards = replicas > 1 && !self.is_first;
-        let optimizer_states = match has_shards {
-            true => (0..self.code.parameters.len()).map(shard_state).collect::<Result<_, _>>()?,
-            false => Vec::new(),
-        };
+        let is_saved = |p: &usize| self.is_first || replicas > 1 && self.shard.is_sharded(*p);
+        for p in (0..self.code.parameters.len()).filter(is_saved) {
+            self.copy_optimizer_state(p, &mut tensors)?;
+        }
         let tensor_rank = self.executor.tensor_rank.as_ref().map_or(0, |rank| rank.rank());
-        let mut snapshot = StageSnapshot {
-            stage,
-            replica,
-            tensor_rank,
-            minibatches,
-            replicas,
-            optimizer_states,
-            state,
-            versions,
-            forwards,
-            tied_weights,
-            counted_bytes: None,
-        };
+        let key = SnapshotKey { stage: self.stage, replica, tensor_rank, minibatches, replicas };
+        let mut snapshot = StageSnapshot { key, state, tensors, counted_bytes: None };
         snapshot.counted_bytes = Some(CountedBytes::new(&self.snapshots.counter, snapshot.bytes()));
         if self.late_weights.is_empty() || snapshot.state.is_none() {
             self.snapshots.ready.push(snapshot);
         } else {
-            self.snapshots.waiting.push((version, snapshot));
+            self.snapshots.waiting.push(WaitingSnapshot { version, missing: self.late_weights.len(), snapshot });
         }
         Ok(())
     }
 
-    fn optimizer_state(&self, p: usize, version: u32) -> Result<ParameterState, DeviceError> {
-        let updates = u32::try_from(i64::from(version) - self.skipped_updates[p]).unwrap_or(0);
-        Ok(ParameterState { updates, ..self.updater.copy_state(p, &self.executor.device)? })
+    /// The updates of a parameter before a version of the stage.
+    fn updates(&self, p: usize, version: u32) -> u32 {
+        u32::try_from(i64::from(version) - self.skipped_updates[p]).unwrap_or(0)
+    }
+
+    fn copy_optimizer_state(&self, p: usize, to: &mut StageTensors) -> Result<(), DeviceError> {
+        let state = self.updater.copy_state(p, &self.executor.device)?;
+        to.extend(state.into_iter().map(|(tensor, copy)| (tensor, Arc::new(copy))));
+        Ok(())
     }
 
     /// Drops a version's weight. Returns true if a snapshot still holds it: it is then charged to the snapshot and
@@ -223,18 +215,19 @@ impl StageWorker<'_> {
         self.late_weights[index].recent.insert(version, weight.clone());
         let oldest = version.saturating_sub(self.snapshots.window);
         self.late_weights[index].recent.retain(|version, _| *version >= oldest);
-        let Some(waiting) = self.snapshots.waiting.iter().position(|(of, _)| *of == version) else { return Ok(()) };
-        let optimizer_state = self.optimizer_state(p, version)?;
-        let snapshot = &mut self.snapshots.waiting[waiting].1;
-        let older =
-            self.late_weights[index].recent.range(..version).map(|(of, weight)| (*of, weight.clone())).collect();
-        snapshot.tied_weights.insert(p, older);
-        if let Some(state) = &mut snapshot.state {
-            state.weights[p] = weight;
-            state.optimizer_states[p] = optimizer_state;
-        }
-        if snapshot.tied_weights.len() == self.late_weights.len() {
-            let (_, mut snapshot) = self.snapshots.waiting.remove(waiting);
+        let waiting = self.snapshots.waiting.iter().position(|waiting| waiting.version == version);
+        let Some(index_of_waiting) = waiting else { return Ok(()) };
+        let mut tensors = StageTensors::from([(StageTensor::Weight(p), weight)]);
+        self.copy_optimizer_state(p, &mut tensors)?;
+        let older = self.late_weights[index].recent.range(..version);
+        tensors.extend(older.map(|(of, weight)| (StageTensor::Tied(p, *of), weight.clone())));
+        let updates = self.updates(p, version);
+        let waiting = &mut self.snapshots.waiting[index_of_waiting];
+        waiting.snapshot.tensors.append(&mut tensors);
+        waiting.snapshot.state.iter_mut().for_each(|state| state.updates[p] = updates);
+        waiting.missing -= 1;
+        if waiting.missing == 0 {
+            let WaitingSnapshot { mut snapshot, .. } = self.snapshots.waiting.remove(index_of_waiting);
             snapshot.counted_bytes = Some(CountedBytes::new(&self.snapshots.counter, snapshot.bytes()));
             self.snapshots.ready.push(snapshot);
         }
@@ -245,4 +238,16 @@ impl StageWorker<'_> {
     pub fn take_ready_snapshots(&mut self) -> Vec<StageSnapshot> {
         std::mem::take(&mut self.snapshots.ready)
     }
+}
+
+/// Adds the weights of a version. A tied weight with versions of its own is empty there, and comes by itself.
+fn insert_weights(
+    tensors: &mut StageTensors,
+    code: &StageCode,
+    weights: &Weights,
+    place: impl Fn(usize) -> StageTensor,
+) {
+    let weights = code.parameters.iter().zip(weights).enumerate();
+    let present = weights.filter(|(_, (named, weight))| !weight.is_empty() || named.bytes == 0);
+    tensors.extend(present.map(|(p, (_, weight))| (place(p), weight.clone())));
 }

@@ -20,6 +20,7 @@ use crate::exec::executor::{ExecuteError, Executor, Item, Weights};
 use crate::exec::moving_average::{Samples, update_states};
 use crate::exec::phase::RoundPosition;
 use crate::exec::stage_code::StageCode;
+use crate::exec::stage_tensor::{StageTensor, StageTensors};
 use crate::optim::grad_norm::{Squares, sum_of_squares};
 use crate::optim::optimizer::Optimizer;
 use crate::optim::policy::{Policy, Staleness};
@@ -133,14 +134,6 @@ pub struct StageConfig<'a> {
     pub window: u32,
 }
 
-pub struct StageResult {
-    /// The newest weight version.
-    pub weights: Weights,
-    pub states: Vec<Buffer>,
-    /// Averaged gradients of the last step by parameter, if requested.
-    pub gradients: Vec<(usize, Buffer)>,
-}
-
 impl<'a> StageWorker<'a> {
     /// Creates a stage at the start of a run. `counter` counts its memory, `snapshot_counter` the memory of its snapshots.
     pub fn new(
@@ -223,13 +216,17 @@ impl<'a> StageWorker<'a> {
     }
 
     /// Runs pending steps of tied weights and returns the final weights, states and gradients.
-    pub fn into_result(mut self) -> Result<StageResult, CollectiveError> {
+    pub fn into_result(mut self) -> Result<StageTensors, CollectiveError> {
         self.finish()?;
         let weights = self.take_newest();
         let (mut weights, mut gradients) = (self.updater.final_weights(weights), std::mem::take(&mut self.gradients));
         self.gather_final_shards(&mut weights, &mut gradients)?;
         self.executor.device.stream.finish()?;
-        Ok(StageResult { weights, states: self.executor.states, gradients })
+        let weights = weights.into_iter().enumerate().map(|(p, weight)| (StageTensor::Weight(p), weight));
+        let states = self.executor.states.into_iter().map(Arc::new).enumerate();
+        let states = states.map(|(index, state)| (StageTensor::State(index), state));
+        let gradients = gradients.into_iter().map(|(p, gradient)| (StageTensor::Gradient(p), Arc::new(gradient)));
+        Ok(weights.chain(states).chain(gradients).collect())
     }
 
     /// Waits for the work of the stage, and returns the first failure of its kernels.

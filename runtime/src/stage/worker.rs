@@ -12,13 +12,14 @@ use crate::data::Batches;
 use crate::device::buffer::Buffer;
 use crate::device::memory_counter::MemoryCounter;
 use crate::exec::phase::RoundPosition;
+use crate::exec::stage_tensor::StageTensors;
 use crate::optim::grad_norm::{LossScale, Squares, clip_factor, sum_of_squares};
 use crate::stage::gradient_buckets::PostedBucket;
 use crate::stage::lag::Lag;
 use crate::stage::optimizer_step::OptimizerStep;
 use crate::stage::saved_weights::Checkpoint;
 use crate::stage::snapshot::CheckpointPoint;
-use crate::stage::stage_worker::{StageConfig, StageResult, StageSetup, StageWorker};
+use crate::stage::stage_worker::{StageConfig, StageSetup, StageWorker};
 use crate::stage::worker_error::WorkerError;
 use compiler::plan::StageId;
 use compiler::schedule::action::Phase;
@@ -114,7 +115,7 @@ pub const MOST_SPANS: usize = 1 << 20;
 
 pub struct WorkerResult {
     /// Results of its stages, in order.
-    pub stages: Vec<StageResult>,
+    pub stages: Vec<StageTensors>,
     pub spans: Vec<Span>,
     /// Peak bytes: weight versions, gradients, optimizer state, in-flight micro-batches, messages, arenas.
     pub peak_memory_bytes: u64,

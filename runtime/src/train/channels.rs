@@ -7,24 +7,25 @@
 //! With tensor parallelism, each rank of the groups has its own channels and communicators. Only the communicator of a
 //! group connects ranks.
 
-use crate::comm::all_reduce::{AllReduce, in_one_process};
+use crate::comm::all_reduce::{AllReduce, in_one_process, range};
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::Communicator;
 use crate::comm::tensor_group::{GroupRank, Layouts, TensorComm};
 use crate::device::api::Device;
 use crate::device::cpu::device::cpu;
-use crate::exec::sequence::Slot;
+use crate::exec::sequence::{Sequence, Slot};
 use crate::exec::stage_code::{NamedTensor, StageCode, Transfer};
 use crate::optim::grad_norm::Squares;
 use crate::process::exchange::Exchange;
 use crate::process::run_status::LinkError;
-use crate::process::wire::{Contribution, ContributionForm, SharesForm, SquaresForm, TermsForm};
+use crate::process::wire::{Contribution, ContributionForm, TensorsForm};
 use crate::stage::gradient_buckets::BucketContribution;
 use crate::stage::stage_comms::StageComms;
 use crate::stage::tied_parameter::{TiedGradientComm, TiedParameter};
 use crate::stage::worker::Key;
 use crate::train::error::TrainError;
 use crate::train::job::TrainJob;
+use crate::train::tensor_shards::split_of;
 use crate::zero::gradient_shards::GradientShards;
 use crate::zero::remote_replicas::RemoteReplicas;
 use crate::zero::shard::ShardRange;
@@ -33,6 +34,10 @@ use compiler::plan::StageId;
 use compiler::schedule::{EdgeId, Instruction, Payload, Program, WorkerId, WorkerProgram};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
+
+/// Collectives in which a rank of a tensor-parallel group may take part at once: it may contribute to the next while another
+/// reads the last.
+const MOST_UNFINISHED: usize = 2;
 
 /// The channel endpoints of a worker.
 pub type Ends = (HashMap<Key, Outgoing>, HashMap<Key, Incoming>);
@@ -68,7 +73,7 @@ impl RankChannels {
         let norms = shares_norm.then(|| {
             let workers: Vec<usize> = (0..program.workers.len()).collect();
             let rounds = u64::from(program.items) + 1;
-            open_communicator(context, &workers, || SquaresForm { names: norm_count(training) }, rounds)
+            open_communicator(context, &workers, norm_count(training), rounds)
         });
         let norms = norms.transpose()?;
         let ends = channels(training, context)?;
@@ -86,14 +91,27 @@ pub fn tensor_groups(
     exchange: &mut Option<Exchange<'_>>,
 ) -> Result<Vec<Arc<TensorComm>>, LinkError> {
     let workers = training.program.workers.iter().enumerate().filter(|_| degree > 1);
-    let group = |(worker, worker_program): (usize, &WorkerProgram)| match exchange {
-        Some(exchange) => {
-            let stages = training.program.stages_of(worker_program.rank).map(|stage| &training.codes[stage.index()]);
-            exchange.tensor_group(worker, degree, (stages, layouts))
-        }
-        None => Ok(Arc::new(TensorComm::new(degree))),
+    let group = |(worker, worker_program): (usize, &WorkerProgram)| {
+        let ranks: Vec<usize> = (worker * degree..(worker + 1) * degree).collect();
+        let stages = training.program.stages_of(worker_program.rank).map(|stage| &training.codes[stage.index()]);
+        communicator(exchange, &ranks, operands_form(stages, layouts), (u64::MAX, MOST_UNFINISHED))
     };
     workers.map(group).collect()
+}
+
+/// The operands of a worker's collectives: those of its code, the shards of parameters that a program saves, also in `f32`,
+/// and the squared norms of gradients.
+fn operands_form<'a>(stages: impl Iterator<Item = &'a StageCode>, layouts: &Layouts) -> TensorsForm {
+    let mut sizes = BTreeSet::new();
+    for code in stages {
+        let steps = [&code.forward, &code.backward, &code.weight].into_iter().flat_map(|pass: &Sequence| &pass.steps);
+        let collectives = steps.filter_map(|step| step.collective.as_ref());
+        sizes.extend(collectives.map(|collective| collective.operand.bytes()));
+        let split = code.parameters.iter().filter(|named| split_of(layouts, &named.name).is_some());
+        sizes.extend(split.flat_map(|named| [named.bytes, named.gradient().1]));
+        sizes.extend((0..=code.parameters.len()).map(|squares| squares * size_of::<f64>()));
+    }
+    TensorsForm::from([(0, sizes)])
 }
 
 /// Creates a channel for every pair of communicating workers. Returns the endpoints of this process.
@@ -140,21 +158,28 @@ fn tensors(training: &TrainJob<'_>, edge: EdgeId, kind: Payload) -> Vec<(Value, 
     sent.iter().filter(|transfer| transfer.stage == peer_stage.index()).map(entry).collect()
 }
 
-/// Creates a communicator; `members` are worker indices, in rank order.
-fn open_communicator<T: Contribution + Send + Sync + 'static>(
-    context: &mut RankContext<'_, '_>,
-    members: &[usize],
-    form: impl FnOnce() -> T::Form,
-    meetings: u64,
-) -> Result<Arc<Communicator<T>>, LinkError>
-where
-    T::Form: 'static,
-{
-    let rank = context.rank;
-    match context.exchange {
-        Some(exchange) => exchange.open_communicator(&global(rank, members), form(), meetings),
-        None => Ok(Arc::new(Communicator::new(members.len()))),
+/// Creates a communicator of these global ranks. Sequence numbers, and the number of unfinished collectives, have upper
+/// bounds.
+fn communicator<T: Contribution>(
+    exchange: &mut Option<Exchange<'_>>,
+    ranks: &[usize],
+    form: T::Form,
+    bounds: (u64, usize),
+) -> Result<Arc<Communicator<T>>, LinkError> {
+    match exchange {
+        Some(exchange) => exchange.communicator(ranks, form, bounds),
+        None => Ok(Arc::new(Communicator::new(ranks.len()))),
     }
+}
+
+/// Creates a communicator of this rank of some workers, in rank order, for less than so many collectives.
+fn open_communicator<T: Contribution>(
+    context: &mut RankContext<'_, '_>,
+    workers: &[usize],
+    form: T::Form,
+    collectives: u64,
+) -> Result<Arc<Communicator<T>>, LinkError> {
+    communicator(context.exchange, &global(context.rank, workers), form, (collectives, usize::MAX))
 }
 
 fn global(rank: GroupRank, workers: &[usize]) -> Vec<usize> {
@@ -172,7 +197,7 @@ fn replica_communicator(
     let members = members(program, stage);
     // Forward passes, which produce samples, run ahead of the round that uses the samples.
     let most_items = program_stage.cap.saturating_add(program.microbatches).saturating_mul(2).min(program.items);
-    let form = || ContributionForm::of(&training.codes[stage], program.items, most_items as usize);
+    let form = ContributionForm::of(&training.codes[stage], program.items, most_items as usize);
     open_communicator(context, &members, form, collectives(program, stage, program.items.saturating_add(1)))
 }
 
@@ -252,14 +277,10 @@ fn open_zero(
     comms: &mut StageComms,
 ) -> Result<(), LinkError> {
     let (program, code) = (training.program, &training.codes[stage]);
-    let gradient_bytes = |named: &NamedTensor| named.gradient().1;
-    let form = || SharesForm {
-        max_bytes: code.parameters.iter().map(gradient_bytes).cycle().take(2 * code.parameters.len()).collect(),
-    };
+    let form = shards_form(code, members.len());
     comms.shard_comm = Some(open_communicator(context, members, form, collectives(program, stage, versions(program)))?);
     if training.policy.clip_norm.is_some() && !program.schedule.flushes() {
-        let form = || SquaresForm { names: norm_count(training) };
-        comms.norms = Some(open_communicator(context, members, form, versions(program).into())?);
+        comms.norms = Some(open_communicator(context, members, norm_count(training), versions(program).into())?);
     }
     let rank = context.rank;
     comms.gradient_shards = match context.exchange {
@@ -272,6 +293,18 @@ fn open_zero(
         None => Some(Arc::new(GradientShards::new(RemoteReplicas::none(members.len())))),
     };
     Ok(())
+}
+
+/// What the final gather of one of so many replicas may hold: shards of parameters, then of their gradients, also in `f32`.
+fn shards_form(code: &StageCode, replicas: usize) -> TensorsForm {
+    let sizes = |named: &NamedTensor| -> BTreeSet<usize> {
+        let (wide, wide_bytes) = named.gradient();
+        let whole = [(named.fact.dtype, named.bytes), (wide, wide_bytes)].into_iter();
+        whole
+            .flat_map(|(dtype, bytes)| (0..replicas).map(move |of| range(bytes, dtype.size(), of, replicas).len()))
+            .collect()
+    };
+    (0..).zip(code.parameters.iter().chain(&code.parameters).map(sizes)).collect()
 }
 
 /// The parameter shards of one replica. Tied parameters are not sharded.
@@ -358,7 +391,7 @@ fn ties(training: &TrainJob<'_>, context: &mut RankContext<'_, '_>) -> Result<Ve
         let members: Vec<(usize, usize)> = holders.collect();
         let workers: Vec<usize> = members.iter().map(|(worker, _)| *worker).collect();
         let communicator =
-            open_communicator(context, &workers, || terms_form(training, name), u64::from(program.items) + 2)?;
+            open_communicator(context, &workers, terms_form(training, name), u64::from(program.items) + 2)?;
         let holders = if schedule.flushes() { Vec::new() } else { stages.iter().map(|s| StageId(*s as u32)).collect() };
         ties.push(Tie { name: name.to_string(), members, communicator, holders });
     }
@@ -366,13 +399,11 @@ fn ties(training: &TrainJob<'_>, context: &mut RankContext<'_, '_>) -> Result<Ve
 }
 
 /// Ranks and size of a parameter's gradient terms.
-fn terms_form(training: &TrainJob<'_>, name: &str) -> TermsForm {
-    let mut form = TermsForm { ranks: Vec::new(), bytes: 0 };
+fn terms_form(training: &TrainJob<'_>, name: &str) -> TensorsForm {
+    let mut form = TensorsForm::new();
     for code in training.codes {
         for term in code.gradient_terms.iter().filter(|term| code.parameters[term.parameter].name == name) {
-            let named = &code.parameters[term.parameter];
-            form.ranks.push(term.rank);
-            form.bytes = named.gradient().1;
+            form.entry(term.rank).or_default().insert(code.parameters[term.parameter].gradient().1);
         }
     }
     form
@@ -386,4 +417,27 @@ pub fn tied_parameters(ties: &[Tie], code: &StageCode, holder: (usize, usize)) -
         Some(TiedParameter { parameter, member, communicator: tie.communicator.clone(), holders: tie.holders.clone() })
     };
     ties.iter().filter_map(tied_parameter).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use compiler::op::Sharding;
+    use compiler::tensor::DType;
+    use compiler::tensor::dim::Dim;
+    use compiler::tensor::fact::Fact;
+
+    #[test]
+    fn operands_are_shards_of_parameters_or_norms() {
+        let named = |name: &str, elements: usize, dtype: DType| NamedTensor {
+            name: name.to_string(),
+            fact: Fact::new(dtype, vec![Dim::from(elements)]),
+            bytes: elements * dtype.size(),
+        };
+        let parameters = vec![named("split", 50, DType::Bf16), named("both", 70, DType::F32)];
+        let code = StageCode { parameters, states: vec![named("mean", 90, DType::F32)], ..StageCode::default() };
+        let layouts = Layouts::from([("split".to_string(), Sharding::split(0))]);
+        let form = operands_form([&code].into_iter(), &layouts);
+        assert_eq!(form, TensorsForm::from([(0, BTreeSet::from([0, 8, 16, 100, 200]))]));
+    }
 }

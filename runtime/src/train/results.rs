@@ -1,16 +1,14 @@
 //! The results of a run: those of its workers, or the error that ended it.
 
-use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::layout::is_half;
-use crate::exec::stage_code::NamedTensor;
+use crate::exec::stage_tensor::StageTensor;
 use crate::process::exchange::Exchange;
 use crate::stage::saved_weights::tensor;
 use crate::stage::worker::WorkerResult;
 use crate::stage::worker_error::WorkerError;
 use crate::train::error::TrainError;
 use crate::train::job::{TrainJob, Trained};
-use compiler::tensor::Tensor;
 use std::collections::BTreeMap;
 
 /// The results of all workers, by global rank; `None` if another process reports them. The error is that of the first
@@ -78,23 +76,20 @@ pub fn collect(
         let stages = training.program.stages_of(worker.rank).zip(outcome.stages);
         for (stage, result) in stages.filter(|_| worker.replica == 0) {
             let code = &training.codes[stage.index()];
-            let insert = |to: &mut BTreeMap<String, Tensor>, named: &NamedTensor, buffer: &Buffer| {
-                to.insert(named.name.clone(), tensor(named, &buffer.download()?));
-                Ok::<(), DeviceError>(())
-            };
-            code.parameters.iter().zip(&result.weights).try_for_each(|(n, b)| insert(&mut weights, n, b))?;
-            for (index, (named, buffer)) in code.states.iter().zip(&result.states).enumerate() {
+            for (place, buffer) in result {
+                let Some(named) = place.named(code) else { continue };
                 // Return a state that nothing updates as it was given, without rounding.
-                match training.weights.get(&named.name) {
-                    Some(initial)
-                        if is_half(named.fact.dtype) && code.state_updates.iter().all(|f| f.state != index) =>
-                    {
-                        weights.insert(named.name.clone(), initial.clone());
+                let is_constant = |index: usize| code.state_updates.iter().all(|update| update.state != index);
+                let initial = match place {
+                    StageTensor::State(index) if is_half(named.fact.dtype) && is_constant(index) => {
+                        training.weights.get(&named.name).cloned()
                     }
-                    _ => insert(&mut weights, named, buffer)?,
-                }
+                    _ => None,
+                };
+                let of_kind = if matches!(place, StageTensor::Gradient(_)) { &mut gradients } else { &mut weights };
+                let value = initial.map_or_else(|| Ok(tensor(named, &buffer.download()?)), Ok::<_, DeviceError>)?;
+                of_kind.insert(named.name.clone(), value);
             }
-            result.gradients.iter().try_for_each(|(p, b)| insert(&mut gradients, &code.parameters[*p], b))?;
         }
         spans.push(outcome.spans);
         peak_memory_bytes.push(outcome.peak_memory_bytes);

@@ -178,7 +178,7 @@ impl ResumePoint {
             Ok(_) => wide_buffer(DRIFT),
             Err(_) => Ok(device.allocate(bytes)?),
         });
-        Ok(ParameterState { master: None, state, drift: drift.transpose()?, updates })
+        Ok(ParameterState { state, drift: drift.transpose()?, updates })
     }
 }
 

@@ -4,13 +4,12 @@
 //! a group must agree before their shards are joined.
 
 use crate::checkpoint::merge_shards::merge_shards;
-use crate::checkpoint::{MergeKey, StageSnapshot, StageState};
+use crate::checkpoint::{MergeKey, SnapshotKey, StageSnapshot};
 use crate::comm::tensor_group::Layouts;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
-use crate::exec::executor::Weights;
-use crate::exec::stage_code::{NamedTensor, StageCode};
-use crate::optim::state::ParameterState;
+use crate::exec::stage_code::StageCode;
+use crate::exec::stage_tensor::StageTensor;
 use crate::stage::saved_weights::tensor;
 use crate::train::tensor_shards::split_of;
 use compiler::op::sharding::whole_of;
@@ -48,19 +47,17 @@ impl<'a> ShardGatherer<'a> {
     /// fit those of the other ranks.
     pub fn add(&mut self, snapshot: StageSnapshot) -> Result<Vec<StageSnapshot>, GatherError> {
         let error_of = snapshot_error(&snapshot);
-        let StageSnapshot { minibatches, tensor_rank, .. } = snapshot;
-        let key = (snapshot.merge_key(), minibatches);
+        let SnapshotKey { minibatches, tensor_rank, replica, replicas, .. } = snapshot.key;
+        let key = (snapshot.key.merge_key(), minibatches);
         let ranks = self.open.entry(key).or_insert_with(|| (0..self.degree).map(|_| BTreeMap::new()).collect());
-        let replica_counts = ranks.iter().flat_map(BTreeMap::values).map(|snapshot| snapshot.replicas);
-        if replica_counts.clone().any(|replicas| replicas != snapshot.replicas) {
+        if ranks.iter().flat_map(BTreeMap::values).any(|other| other.key.replicas != replicas) {
             return Err(error_of("it has another number of ZeRO replicas than those of other ranks"));
         }
-        let replicas = snapshot.replicas.max(1) as usize;
         let replica_snapshots = ranks.get_mut(tensor_rank).ok_or_else(|| error_of("there is no such rank"))?;
-        if replica_snapshots.insert(snapshot.replica, snapshot).is_some() {
+        if replica_snapshots.insert(replica, snapshot).is_some() {
             return Err(error_of("it has come already"));
         }
-        if ranks.iter().any(|replica_snapshots| replica_snapshots.len() < replicas) {
+        if ranks.iter().any(|replica_snapshots| replica_snapshots.len() < replicas.max(1) as usize) {
             return Ok(Vec::new());
         }
         let ranks = self.open.remove(&key).unwrap_or_default();
@@ -78,196 +75,73 @@ impl<'a> ShardGatherer<'a> {
 
     /// Joins snapshots that agree, one per rank.
     fn join_ranks(&self, snapshots: Vec<StageSnapshot>) -> Result<StageSnapshot, GatherError> {
-        let code = &self.codes[snapshots[0].stage.index()];
-        check_sizes(&snapshots[0], code, self.layouts)?;
-        let join_tensor = |p: usize, each: &[&Buffer]| -> Result<Option<Buffer>, DeviceError> {
-            let named = &code.parameters[p];
-            let Some(split) = split_of(self.layouts, &named.name) else { return Ok(None) };
-            let tensors = each.iter().map(|buffer| Ok(tensor(named, &buffer.download()?)));
-            let tensors: Vec<Tensor> = tensors.collect::<Result<_, DeviceError>>()?;
-            Ok(Some(Buffer::host_copy(whole_of(&tensors, split).bytes())))
+        let (first, code) = (&snapshots[0], &self.codes[snapshots[0].key.stage.index()]);
+        first.check(code).map_err(snapshot_error(first))?;
+        self.check_split(first, code).map_err(snapshot_error(first))?;
+        let join = |(place, tensor_of_first): (&StageTensor, &Arc<Buffer>)| {
+            let named = place.parameter().map(|p| &code.parameters[p]);
+            let split = named.and_then(|named| Some((named, split_of(self.layouts, &named.name)?)));
+            let Some((named, cut)) = split else { return Ok((*place, host_copy(tensor_of_first)?)) };
+            let shards = snapshots.iter().filter_map(|snapshot| snapshot.tensors.get(place));
+            let shards = shards.map(|shard| Ok(tensor(named, &shard.download()?)));
+            let shards = shards.collect::<Result<Vec<Tensor>, DeviceError>>()?;
+            Ok((*place, Arc::new(Buffer::host_copy(whole_of(&shards, cut).bytes()))))
         };
-        let weights = |rank_weights: Vec<&Weights>| -> Result<Weights, DeviceError> {
-            let join_weight = |p: usize| {
-                let buffers: Vec<&Buffer> = rank_weights.iter().map(|weights| &*weights[p]).collect();
-                Ok(join_tensor(p, &buffers)?.map_or_else(|| rank_weights[0][p].clone(), Arc::new))
-            };
-            (0..rank_weights[0].len()).map(join_weight).collect()
-        };
-        let buffer = |p: usize, buffers: Vec<&Buffer>| -> Result<Buffer, DeviceError> {
-            match join_tensor(p, &buffers)? {
-                Some(joined) => Ok(joined),
-                None => Ok(Buffer::host_copy(&buffers[0].download()?)),
-            }
-        };
-        let optimizer_state = |p: usize, each: Vec<&ParameterState>| -> Result<ParameterState, DeviceError> {
-            let join_kind = |kind: fn(&ParameterState) -> Option<&Buffer>| {
-                each.iter()
-                    .map(|state| kind(state))
-                    .collect::<Option<Vec<_>>>()
-                    .map(|buffers| buffer(p, buffers))
-                    .transpose()
-            };
-            let state = |index: usize| buffer(p, each.iter().map(|state| &state.state[index]).collect());
-            Ok(ParameterState {
-                master: join_kind(|state| state.master.as_ref())?,
-                state: (0..each[0].state.len()).map(state).collect::<Result<_, _>>()?,
-                drift: join_kind(|state| state.drift.as_ref())?,
-                updates: each[0].updates,
-            })
-        };
-        let join_versions = |versions_of: fn(&StageSnapshot) -> &BTreeMap<u32, Weights>| {
-            let each =
-                |number: &u32| snapshots.iter().filter_map(|snapshot| versions_of(snapshot).get(number)).collect();
-            versions_of(&snapshots[0])
-                .keys()
-                .map(|number| Ok((*number, weights(each(number))?)))
-                .collect::<Result<_, DeviceError>>()
-        };
-        let (versions, forwards) =
-            (join_versions(|snapshot| &snapshot.versions)?, join_versions(|snapshot| &snapshot.forwards)?);
-        let states: Option<Vec<&StageState>> = snapshots.iter().map(|snapshot| snapshot.state.as_ref()).collect();
-        let mut state = None;
-        if let Some(each) = states {
-            let of_parameter =
-                |p: usize| optimizer_state(p, each.iter().map(|state| &state.optimizer_states[p]).collect());
-            let states = each[0].states.iter().map(|state| Ok(Buffer::host_copy(&state.download()?)));
-            state = Some(StageState {
-                weights: weights(each.iter().map(|state| &state.weights).collect())?,
-                optimizer_states: (0..each[0].optimizer_states.len()).map(of_parameter).collect::<Result<_, _>>()?,
-                states: states.collect::<Result<_, DeviceError>>()?,
-                scale: each[0].scale,
-            });
-        }
-        let shared = snapshots[0].tied_weights.clone();
-        let StageSnapshot { stage, replica, minibatches, .. } = snapshots[0];
+        let tensors = first.tensors.iter().map(join).collect::<Result<_, DeviceError>>()?;
+        let key = SnapshotKey { tensor_rank: 0, ..first.key };
         // The snapshots' memory stays counted until they are gathered.
-        Ok(StageSnapshot {
-            stage,
-            replica,
-            tensor_rank: 0,
-            minibatches,
-            replicas: 1,
-            optimizer_states: Vec::new(),
-            state,
-            versions,
-            forwards,
-            tied_weights: shared,
-            counted_bytes: None,
-        })
+        Ok(StageSnapshot { key, state: first.state.clone(), tensors, counted_bytes: None })
     }
+
+    /// Checks that each version has all split weights, unless another replica saves it. Tied weights with versions of their
+    /// own are not in it, and not split.
+    fn check_split(&self, snapshot: &StageSnapshot, code: &StageCode) -> Result<(), &'static str> {
+        let is_split = |p: &usize| split_of(self.layouts, &code.parameters[*p].name).is_some();
+        let split: Vec<usize> = (0..code.parameters.len()).filter(is_split).collect();
+        let has = |place: StageTensor| snapshot.tensors.contains_key(&place);
+        let fault = |place: &StageTensor| match *place {
+            StageTensor::Version(version, _) if !split.iter().all(|p| has(StageTensor::Version(version, *p))) => {
+                Some("a version does not have all weights")
+            }
+            StageTensor::Forward(item, _) if !split.iter().all(|p| has(StageTensor::Forward(item, *p))) => {
+                Some("a version does not have all weights")
+            }
+            StageTensor::Tied(p, _) if split.contains(&p) => Some("a tied weight has no versions of its own"),
+            _ => None,
+        };
+        snapshot.tensors.keys().find_map(fault).map_or(Ok(()), Err)
+    }
+}
+
+/// A tensor in the memory of the host.
+fn host_copy(tensor: &Arc<Buffer>) -> Result<Arc<Buffer>, DeviceError> {
+    Ok(if tensor.is_host() { tensor.clone() } else { Arc::new(Buffer::host_copy(&tensor.download()?)) })
 }
 
 /// Makes errors about a snapshot.
 fn snapshot_error(snapshot: &StageSnapshot) -> impl Fn(&'static str) -> GatherError + use<> {
-    let StageSnapshot { stage, replica, tensor_rank, .. } = *snapshot;
+    let SnapshotKey { stage, replica, tensor_rank, .. } = snapshot.key;
     move |what| GatherError::Snapshot { stage: stage.0, replica, tensor_rank, what }
-}
-
-type OptimizerForm = (u32, Vec<usize>, [Option<usize>; 2]);
-
-fn optimizer_form(state: &ParameterState) -> OptimizerForm {
-    let lengths = state.state.iter().map(Buffer::len).collect();
-    (state.updates, lengths, [&state.master, &state.drift].map(|buffer| buffer.as_ref().map(Buffer::len)))
-}
-
-fn lengths(weights: &Weights) -> Vec<usize> {
-    weights.iter().map(|weight| weight.len()).collect()
-}
-
-fn version_lengths(versions: &BTreeMap<u32, Weights>) -> BTreeMap<u32, Vec<usize>> {
-    versions.iter().map(|(version, weights)| (*version, lengths(weights))).collect()
 }
 
 /// Checks that the snapshots of each replica have equal numbers and lengths on all ranks. Shards have equal shapes, and
 /// all ranks run the same program.
 fn check_agreement(ranks: &[BTreeMap<u32, StageSnapshot>]) -> Result<(), GatherError> {
     let Some((first, others)) = ranks.split_first() else { return Ok(()) };
-    let optimizer_forms =
-        |snapshot: &StageSnapshot| snapshot.optimizer_states.iter().map(optimizer_form).collect::<Vec<_>>();
-    let state_form = |snapshot: &StageSnapshot| {
-        snapshot.state.as_ref().map(|state| {
-            let scale = state.scale.map(|(scale, good)| (scale.to_bits(), good));
-            let states: Vec<usize> = state.states.iter().map(Buffer::len).collect();
-            (
-                lengths(&state.weights),
-                state.optimizer_states.iter().map(optimizer_form).collect::<Vec<_>>(),
-                states,
-                scale,
-            )
-        })
-    };
-    let tied_lengths = |snapshot: &StageSnapshot| -> BTreeMap<usize, BTreeMap<u32, usize>> {
-        let older = |versions: &BTreeMap<u32, Arc<Buffer>>| {
-            versions.iter().map(|(version, weight)| (*version, weight.len())).collect()
-        };
-        snapshot.tied_weights.iter().map(|(p, versions)| (*p, older(versions))).collect()
-    };
-    for replica_snapshots in others {
-        for (replica, snapshot) in replica_snapshots {
-            let error_of = |what| snapshot_error(snapshot)(what);
-            let first = first.get(replica).ok_or_else(|| error_of("tensor rank 0 has none of this replica"))?;
-            if optimizer_forms(first) != optimizer_forms(snapshot) {
-                return Err(error_of("its optimizer shards differ from those of tensor rank 0"));
-            }
-            if state_form(first) != state_form(snapshot) {
-                return Err(error_of("its weights, states or optimizer state differ from those of tensor rank 0"));
-            }
-            if version_lengths(&first.versions) != version_lengths(&snapshot.versions) {
-                return Err(error_of("its weight versions differ from those of tensor rank 0"));
-            }
-            if version_lengths(&first.forwards) != version_lengths(&snapshot.forwards) {
-                return Err(error_of("its forward weights differ from those of tensor rank 0"));
-            }
-            if tied_lengths(first) != tied_lengths(snapshot) {
-                return Err(error_of("its tied weights differ from those of tensor rank 0"));
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Checks the lengths of a snapshot, whose ZeRO shards are merged.
-fn check_sizes(snapshot: &StageSnapshot, code: &StageCode, layouts: &Layouts) -> Result<(), GatherError> {
-    let error_of = snapshot_error(snapshot);
-    let has_size = |named: &NamedTensor, buffer: &Buffer| [named.bytes, named.gradient().1].contains(&buffer.len());
-    if let Some(state) = &snapshot.state {
-        let parameters = code.parameters.len();
-        if [state.weights.len(), state.optimizer_states.len()] != [parameters; 2]
-            || state.states.len() != code.states.len()
-        {
-            return Err(error_of("it does not have all weights and states"));
-        }
-        for (named, (weight, optimizer_state)) in
-            code.parameters.iter().zip(state.weights.iter().zip(&state.optimizer_states))
-        {
-            let mut buffers = optimizer_state.state.iter().chain(&optimizer_state.master).chain(&optimizer_state.drift);
-            if !has_size(named, weight) || !buffers.all(|buffer| has_size(named, buffer)) {
-                return Err(error_of("a weight or its optimizer state does not have the size of its shard"));
-            }
-        }
-        if code.states.iter().zip(&state.states).any(|(named, state)| state.len() != named.bytes) {
-            return Err(error_of("a state does not have its size"));
-        }
-    }
-    for weights in snapshot.versions.values().chain(snapshot.forwards.values()) {
-        // A version saved by another replica is empty here.
-        if !weights.is_empty() && weights.len() != code.parameters.len() {
-            return Err(error_of("a version does not have all weights"));
-        }
-        for (named, weight) in code.parameters.iter().zip(weights) {
-            // A tied weight with versions of its own is empty in the stage's versions. It is not sharded.
-            let may_be_empty = split_of(layouts, &named.name).is_none();
-            if !(has_size(named, weight) || may_be_empty && weight.is_empty()) {
-                return Err(error_of("a weight of a version does not have the size of its shard"));
-            }
-        }
-    }
-    for (p, older) in &snapshot.tied_weights {
-        // These are not sharded either.
-        let named = code.parameters.get(*p).filter(|named| split_of(layouts, &named.name).is_none());
-        if !named.is_some_and(|named| older.values().all(|weight| has_size(named, weight))) {
-            return Err(error_of("a tied weight has no versions of its own or not its size"));
+    for snapshot in others.iter().flat_map(BTreeMap::values) {
+        let error_of = snapshot_error(snapshot);
+        let first = first.get(&snapshot.key.replica);
+        let first = first.ok_or_else(|| error_of("tensor rank 0 has none of this replica"))?;
+        let length = |of: &StageSnapshot, place: &StageTensor| of.tensors.get(place).map(|tensor| tensor.len());
+        let mut places = first.tensors.keys().chain(snapshot.tensors.keys());
+        let differing = places.find(|place| length(first, place) != length(snapshot, place));
+        if first.state != snapshot.state || differing.is_some() {
+            return Err(error_of(match differing {
+                Some(StageTensor::Version(..)) => "its weight versions differ from those of tensor rank 0",
+                Some(StageTensor::Forward(..)) => "its forward weights differ from those of tensor rank 0",
+                Some(StageTensor::Tied(..)) => "its tied weights differ from those of tensor rank 0",
+                _ => "its weights, states or optimizer state differ from those of tensor rank 0",
+            }));
         }
     }
     Ok(())
@@ -276,6 +150,10 @@ fn check_sizes(snapshot: &StageSnapshot, code: &StageCode, layouts: &Layouts) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::StageState;
+    use crate::exec::stage_code::NamedTensor;
+    use crate::exec::stage_tensor::StageTensor::{Forward, Optimizer, State, Tied, Version, Weight};
+    use crate::exec::stage_tensor::{OptimizerTensor, StageTensors};
     use compiler::op::Sharding;
     use compiler::plan::StageId;
     use compiler::tensor::DType;
@@ -297,45 +175,30 @@ mod tests {
         Layouts::from([("split".to_string(), Sharding::split(0))])
     }
 
-    fn floats(values: &[f32]) -> Buffer {
-        Buffer::host_copy(&values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>())
+    fn floats(values: &[f32]) -> Arc<Buffer> {
+        Arc::new(Buffer::host_copy(bytemuck::cast_slice(values)))
     }
 
-    fn weights(rank: usize) -> Weights {
-        let first = rank as f32 * 2.0;
-        vec![Arc::new(floats(&[first, first + 1.0])), Arc::new(floats(&[7.0; 3]))]
+    fn zeros(bytes: usize) -> Arc<Buffer> {
+        Arc::new(Buffer::host(bytes))
     }
 
-    fn optimizer_states(rank: usize) -> Vec<ParameterState> {
-        let state = |weight: &Arc<Buffer>| ParameterState {
-            master: Some(Buffer::host_copy(&weight.download().unwrap())),
-            state: vec![Buffer::host(weight.len())],
-            drift: None,
-            updates: 4,
-        };
-        weights(rank).iter().map(state).collect()
-    }
+    const MASTER: OptimizerTensor = OptimizerTensor::Master;
+    const FIRST: OptimizerTensor = OptimizerTensor::Named(0);
 
     fn snapshot(tensor_rank: usize, minibatches: u32) -> StageSnapshot {
-        let state = StageState {
-            weights: weights(tensor_rank),
-            optimizer_states: optimizer_states(tensor_rank),
-            states: vec![floats(&[0.5])],
-            scale: Some((8.0, 1)),
-        };
-        StageSnapshot {
-            stage: StageId(0),
-            replica: 0,
-            tensor_rank,
-            minibatches,
-            replicas: 1,
-            optimizer_states: Vec::new(),
-            state: Some(state),
-            versions: BTreeMap::from([(3, weights(tensor_rank))]),
-            forwards: BTreeMap::from([(5, weights(tensor_rank))]),
-            tied_weights: BTreeMap::from([(1, BTreeMap::from([(2, Arc::new(floats(&[6.0; 3])))]))]),
-            counted_bytes: None,
+        let first = tensor_rank as f32 * 2.0;
+        let [split, both] = [floats(&[first, first + 1.0]), floats(&[7.0; 3])];
+        let mut tensors = StageTensors::from([(State(0), floats(&[0.5])), (Tied(1, 2), floats(&[6.0; 3]))]);
+        for (p, weight) in [(0, split), (1, both)] {
+            tensors.extend(
+                [Weight(p), Optimizer(p, MASTER), Version(3, p), Forward(5, p)].map(|place| (place, weight.clone())),
+            );
+            tensors.insert(Optimizer(p, FIRST), zeros(weight.len()));
         }
+        let state = Some(StageState { updates: vec![4; 2], scale: Some((8.0, 1)) });
+        let key = SnapshotKey { stage: StageId(0), replica: 0, tensor_rank, minibatches, replicas: 1 };
+        StageSnapshot { key, state, tensors, counted_bytes: None }
     }
 
     fn bytes(buffer: &Buffer) -> Vec<u8> {
@@ -348,47 +211,38 @@ mod tests {
         let mut gatherer = ShardGatherer::new(&codes, &layouts, 2);
         assert!(gatherer.add(snapshot(1, 4)).unwrap().is_empty());
         let gathered = gatherer.add(snapshot(0, 4)).unwrap();
-        assert_eq!((gathered.len(), gathered[0].minibatches), (1, 4));
-        let expected = bytes(&floats(&[0.0, 1.0, 2.0, 3.0]));
-        let state = gathered[0].state.as_ref().unwrap();
-        assert_eq!(bytes(&state.weights[0]), expected);
-        assert_eq!(bytes(&state.weights[1]), bytes(&floats(&[7.0; 3])));
-        assert_eq!(bytes(state.optimizer_states[0].master.as_ref().unwrap()), expected);
-        assert_eq!(bytes(&gathered[0].versions[&3][0]), expected);
-        assert_eq!(bytes(&gathered[0].forwards[&5][0]), expected);
+        assert_eq!((gathered.len(), gathered[0].key.minibatches), (1, 4));
+        let joined = |place: StageTensor| bytes(&gathered[0].tensors[&place]);
+        for place in [Weight(0), Optimizer(0, MASTER), Version(3, 0), Forward(5, 0)] {
+            assert_eq!(joined(place), bytes(&floats(&[0.0, 1.0, 2.0, 3.0])), "{place:?}");
+        }
+        assert_eq!(joined(Weight(1)), bytes(&floats(&[7.0; 3])));
     }
 
-    type Change = fn(&mut StageSnapshot);
+    /// Sets a tensor to zeros, or removes it.
+    type Change = (StageTensor, Option<usize>);
+
+    fn change(snapshot: &mut StageSnapshot, (place, bytes): Change) {
+        match bytes {
+            Some(bytes) => _ = snapshot.tensors.insert(place, zeros(bytes)),
+            None => _ = snapshot.tensors.remove(&place),
+        }
+    }
 
     /// What a rank of another process may get wrong, and what the error says.
-    const WRONG: [(Change, &str); 22] = [
-        (|snapshot| drop(state_of(snapshot).optimizer_states[0].state.pop()), "optimizer state differ"),
-        (|snapshot| state_of(snapshot).optimizer_states[1].state.push(Buffer::host(12)), "optimizer state differ"),
-        (|snapshot| state_of(snapshot).optimizer_states[0].master = None, "optimizer state differ"),
-        (|snapshot| state_of(snapshot).optimizer_states[0].drift = Some(Buffer::host(8)), "optimizer state differ"),
-        (|snapshot| state_of(snapshot).optimizer_states[0].updates = 5, "optimizer state differ"),
-        (|snapshot| state_of(snapshot).optimizer_states[0].state[0] = Buffer::host(4), "optimizer state differ"),
-        (|snapshot| drop(state_of(snapshot).optimizer_states.pop()), "optimizer state differ"),
-        (|snapshot| state_of(snapshot).weights[0] = Arc::new(Buffer::empty()), "optimizer state differ"),
-        (|snapshot| state_of(snapshot).weights[0] = Arc::new(Buffer::host(4)), "optimizer state differ"),
-        (|snapshot| state_of(snapshot).weights[0] = Arc::new(Buffer::host(16)), "optimizer state differ"),
-        (|snapshot| drop(state_of(snapshot).weights.pop()), "optimizer state differ"),
-        (|snapshot| drop(state_of(snapshot).states.pop()), "optimizer state differ"),
-        (|snapshot| state_of(snapshot).scale = None, "optimizer state differ"),
-        (|snapshot| snapshot.state = None, "optimizer state differ"),
-        (|snapshot| snapshot.optimizer_states = optimizer_states(1), "optimizer shards differ"),
-        (|snapshot| snapshot.versions.clear(), "weight versions differ"),
-        (|snapshot| drop(snapshot.versions.insert(9, weights(1))), "weight versions differ"),
-        (|snapshot| drop(snapshot.versions.insert(3, Weights::new())), "weight versions differ"),
-        (|snapshot| snapshot.versions.get_mut(&3).unwrap()[0] = Arc::new(Buffer::empty()), "weight versions differ"),
-        (|snapshot| drop(snapshot.forwards.remove(&5)), "forward weights differ"),
-        (|snapshot| snapshot.forwards.get_mut(&5).unwrap()[1] = Arc::new(Buffer::host(6)), "forward weights differ"),
-        (|snapshot| snapshot.tied_weights.clear(), "tied weights differ"),
+    const WRONG: [(Change, &str); 11] = [
+        ((Optimizer(0, FIRST), None), "optimizer state differ"),
+        ((Optimizer(1, OptimizerTensor::Named(1)), Some(12)), "optimizer state differ"),
+        ((Optimizer(0, OptimizerTensor::Drift), Some(8)), "optimizer state differ"),
+        ((Optimizer(0, FIRST), Some(4)), "optimizer state differ"),
+        ((Weight(0), None), "optimizer state differ"),
+        ((Weight(0), Some(16)), "optimizer state differ"),
+        ((State(0), None), "optimizer state differ"),
+        ((Version(9, 0), Some(8)), "weight versions differ"),
+        ((Version(3, 0), Some(0)), "weight versions differ"),
+        ((Forward(5, 1), Some(6)), "forward weights differ"),
+        ((Tied(1, 2), None), "tied weights differ"),
     ];
-
-    fn state_of(of: &mut StageSnapshot) -> &mut StageState {
-        of.state.as_mut().unwrap()
-    }
 
     fn refused(result: Result<Vec<StageSnapshot>, GatherError>) -> String {
         match result {
@@ -400,18 +254,23 @@ mod tests {
     #[test]
     fn ranks_whose_snapshots_differ_are_refused_by_name() {
         let (codes, layouts) = (codes(), layouts());
-        for (at, (change, why)) in WRONG.into_iter().enumerate() {
-            for is_first in [true, false] {
-                let mut gatherer = ShardGatherer::new(&codes, &layouts, 2);
-                let mut wrong = snapshot(1, 4);
-                change(&mut wrong);
-                let parts = if is_first { [wrong, snapshot(0, 4)] } else { [snapshot(0, 4), wrong] };
-                let [first, second] = parts;
-                assert!(gatherer.add(first).unwrap().is_empty());
-                let said = refused(gatherer.add(second));
-                assert!(said.contains(why), "{at}: {said}");
-                assert!(said.starts_with("the snapshot of stage 0, replica 0, from tensor rank 1: "), "{at}: {said}");
-            }
+        let mut wrong: Vec<(StageSnapshot, &str)> = Vec::new();
+        for (wrong_tensor, why) in WRONG {
+            wrong.push((snapshot(1, 4), why));
+            change(&mut wrong.last_mut().unwrap().0, wrong_tensor);
+        }
+        for state in [None, Some(StageState { updates: vec![4, 5], scale: Some((8.0, 1)) })] {
+            wrong.push((StageSnapshot { state, ..snapshot(1, 4) }, "optimizer state differ"));
+        }
+        for (at, (wrong, why)) in wrong.into_iter().enumerate() {
+            // Either may come last.
+            let parts = if at % 2 == 0 { [wrong, snapshot(0, 4)] } else { [snapshot(0, 4), wrong] };
+            let mut gatherer = ShardGatherer::new(&codes, &layouts, 2);
+            let [first, second] = parts;
+            assert!(gatherer.add(first).unwrap().is_empty());
+            let said = refused(gatherer.add(second));
+            assert!(said.contains(why), "{at}: {said}");
+            assert!(said.starts_with("the snapshot of stage 0, replica 0, from tensor rank 1: "), "{at}: {said}");
         }
     }
 
@@ -419,56 +278,52 @@ mod tests {
     #[test]
     fn snapshots_that_do_not_fit_the_stage_are_refused() {
         let (codes, layouts) = (codes(), layouts());
-        let wrong: [(Change, &str); 12] = [
-            (|snapshot| state_of(snapshot).weights[0] = Arc::new(Buffer::empty()), "the size of its shard"),
-            (|snapshot| state_of(snapshot).weights[1] = Arc::new(Buffer::host(8)), "the size of its shard"),
-            (|snapshot| state_of(snapshot).optimizer_states[0].state[0] = Buffer::host(4), "the size of its shard"),
-            (|snapshot| state_of(snapshot).optimizer_states[0].drift = Some(Buffer::host(0)), "the size of its shard"),
-            (|snapshot| drop(state_of(snapshot).optimizer_states.pop()), "all weights and states"),
-            (|snapshot| state_of(snapshot).states[0] = Buffer::host(0), "a state does not have its size"),
-            (|snapshot| snapshot.versions.get_mut(&3).unwrap()[0] = Arc::new(Buffer::empty()), "the size of its shard"),
-            (|snapshot| drop(snapshot.versions.get_mut(&3).unwrap().pop()), "all weights"),
-            (|snapshot| snapshot.forwards.get_mut(&5).unwrap()[0] = Arc::new(Buffer::host(4)), "the size of its shard"),
-            (
-                |snapshot| drop(snapshot.tied_weights.insert(0, BTreeMap::from([(2, Arc::new(Buffer::host(8)))]))),
-                "a tied weight",
-            ),
-            (
-                |snapshot| drop(snapshot.tied_weights.insert(1, BTreeMap::from([(2, Arc::new(Buffer::host(8)))]))),
-                "a tied weight",
-            ),
-            (|snapshot| drop(snapshot.tied_weights.insert(2, BTreeMap::new())), "a tied weight"),
-        ];
-        for (at, (change, why)) in wrong.into_iter().enumerate() {
+        let gather = |changes: &[Change]| {
             let mut gatherer = ShardGatherer::new(&codes, &layouts, 2);
             let [first, second] = [0, 1].map(|rank| {
-                let mut own = snapshot(rank, 4);
-                change(&mut own);
-                own
+                let mut snapshot = snapshot(rank, 4);
+                changes.iter().for_each(|wrong| change(&mut snapshot, *wrong));
+                snapshot
             });
             assert!(gatherer.add(first).unwrap().is_empty());
-            let said = refused(gatherer.add(second));
-            assert!(said.contains(why), "{at}: {said}");
+            gatherer.add(second)
+        };
+        let wrong: [(Change, &str); 11] = [
+            ((Weight(0), Some(0)), "the size of its shard"),
+            ((Weight(1), Some(8)), "the size of its shard"),
+            ((Optimizer(0, FIRST), Some(4)), "the size of its shard"),
+            ((Weight(1), None), "all weights and states"),
+            ((State(0), Some(0)), "a state does not have its size"),
+            ((State(1), Some(4)), "a state does not have its size"),
+            ((Version(3, 0), None), "all weights"),
+            ((Forward(5, 0), Some(4)), "the size of its shard"),
+            ((Tied(0, 2), Some(8)), "a tied weight"),
+            ((Tied(1, 2), Some(8)), "a tied weight"),
+            ((Tied(2, 2), Some(0)), "a tied weight"),
+        ];
+        for (wrong, why) in wrong {
+            let said = refused(gather(&[wrong]));
+            assert!(said.contains(why), "{wrong:?}: {said}");
         }
         // A version that another replica saves, and a tied weight with versions of its own.
-        let mut gatherer = ShardGatherer::new(&codes, &layouts, 2);
-        for (rank, whole) in [(0, 0), (1, 1)] {
-            let mut own = snapshot(rank, 4);
-            own.versions.insert(2, Weights::new());
-            own.versions.get_mut(&3).unwrap()[1] = Arc::new(Buffer::empty());
-            assert_eq!(gatherer.add(own).unwrap().len(), whole);
-        }
+        let others = [(Version(3, 1), None), (Forward(5, 0), None), (Forward(5, 1), None)];
+        assert_eq!(gather(&others).unwrap().len(), 1);
     }
 
     #[test]
     fn each_rank_and_replica_comes_once() {
         let (codes, layouts) = (codes(), layouts());
         let of_two = |rank: usize, replica: u32| {
-            let rank_snapshot = snapshot(rank, 4);
-            let state = rank_snapshot.state.filter(|_| replica == 0);
-            let optimizer_states =
-                if replica == 0 { Vec::new() } else { (0..2).map(|_| ParameterState::default()).collect() };
-            StageSnapshot { replica, replicas: 2, state, optimizer_states, ..snapshot(rank, 4) }
+            let mut snapshot = snapshot(rank, 4);
+            (snapshot.key.replica, snapshot.key.replicas) = (replica, 2);
+            if replica > 0 {
+                (snapshot.state, snapshot.tensors) = (None, StageTensors::new());
+            }
+            snapshot
+        };
+        let change_key = |mut snapshot: StageSnapshot, change: fn(&mut SnapshotKey)| {
+            change(&mut snapshot.key);
+            snapshot
         };
         let taken = |parts: Vec<StageSnapshot>| {
             let mut gatherer = ShardGatherer::new(&codes, &layouts, 2);
@@ -480,9 +335,9 @@ mod tests {
         assert!(twice.contains("from tensor rank 1: it has come already"), "{twice}");
         let twice = said(vec![of_two(0, 0), of_two(0, 1), of_two(1, 1), of_two(1, 1)]);
         assert!(twice.contains("replica 1, from tensor rank 1: it has come already"), "{twice}");
-        let other = said(vec![of_two(0, 0), StageSnapshot { replicas: 1, ..of_two(1, 0) }]);
+        let other = said(vec![of_two(0, 0), change_key(of_two(1, 0), |key| key.replicas = 1)]);
         assert!(other.contains("tensor rank 1: it has another number of ZeRO replicas"), "{other}");
-        let foreign = said(vec![StageSnapshot { tensor_rank: 2, ..of_two(0, 0) }]);
+        let foreign = said(vec![change_key(of_two(0, 0), |key| key.tensor_rank = 2)]);
         assert!(foreign.contains("there is no such rank"), "{foreign}");
     }
 }

@@ -25,6 +25,7 @@ use crate::zero::shard::ShardRange;
 use crate::zero::weight_shards::WeightShards;
 use compiler::tensor::DType;
 use parking_lot::{Condvar, Mutex};
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -33,7 +34,7 @@ const CHUNKS: usize = 32;
 const LEAST_CHUNK: usize = 64 << 10;
 
 /// A gradient term of a round.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Term {
     pub round: u32,
     /// Index into [`crate::exec::stage_code::StageCode::gradient_terms`].
@@ -117,7 +118,7 @@ impl GradientShards {
         if let Some(owner) = self.state.lock().owners.get_mut(replica) {
             *owner = Some(Owner { device: device.clone(), counter: counter.clone(), last });
         }
-        self.remote.send_to_all(replica, || ShardMessage::Open { last });
+        self.remote.send_to_all(replica, ShardMessage::Open { last });
         self.changed.notify_all();
     }
 
@@ -126,7 +127,7 @@ impl GradientShards {
         if let Some(Some(owner)) = self.state.lock().owners.get_mut(replica) {
             owner.last = last.max(owner.last);
         }
-        self.remote.send_to_all(replica, || ShardMessage::Open { last });
+        self.remote.send_to_all(replica, ShardMessage::Open { last });
         self.changed.notify_all();
     }
 
@@ -190,7 +191,7 @@ impl GradientShards {
         for process in processes {
             let owned = (0..owners.len()).filter(|replica| self.remote.process(*replica) == Some(process));
             let parts = owned.map(|replica| Arc::new(Buffer::part(gradient.clone(), range(replica)))).collect();
-            (self.remote.send)(process, replica_number, ShardMessage::Add { term, before, parts });
+            (self.remote.send)(process, replica_number, ShardMessage::Add { term, before }, parts);
         }
         shards.resize_with(owners.len(), || None);
         for (replica, (owner, sum)) in owners.iter().zip(&mut shards).enumerate() {
@@ -237,7 +238,7 @@ impl GradientShards {
             self.end(term, shards);
             self.state.lock().is_early.get_mut(from).into_iter().for_each(|is_early| *is_early = false);
             if let Some(local) = (0..owners.len()).find(|replica| self.remote.is_here(*replica)) {
-                self.remote.send_to(local, from, ShardMessage::Added { to: from });
+                self.remote.send_to(local, from, ShardMessage::Added { to: from }, Vec::new());
             }
         }
     }

@@ -109,9 +109,6 @@ impl ShardRange {
     }
 }
 
-/// One replica's shards of a weight version, or of its final state, by parameter.
-pub struct Shares(pub Vec<(usize, Arc<Buffer>)>);
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -95,7 +95,7 @@ impl WeightShards {
     /// Sends a shard to a reader in another process. Returns false if it is not there.
     fn answer(&self, state: &State, (reader, owner): (usize, usize), version: u32, parameter: usize) -> bool {
         let Some(shard) = state.shard(version, parameter, owner) else { return false };
-        self.remote.send_to(owner, reader, ShardMessage::Shard { to: reader, shard });
+        self.remote.send_to(owner, reader, ShardMessage::Shard { to: reader, bytes: shard.len() }, vec![shard]);
         true
     }
 
@@ -128,7 +128,7 @@ impl WeightShards {
     pub fn release(&self, version: u32, replica: usize) {
         let is_new = self.state.lock().release(version, replica);
         if is_new {
-            self.remote.send_to_all(replica, || ShardMessage::Release { version });
+            self.remote.send_to_all(replica, ShardMessage::Release { version });
         }
     }
 
@@ -145,7 +145,7 @@ impl WeightShards {
         let mut state = self.state.lock();
         for &owner in &remote_owners {
             state.expected.insert((reader, owner), None);
-            self.remote.send_to(reader, owner, ShardMessage::Read { version, parameter, of: owner });
+            self.remote.send_to(reader, owner, ShardMessage::Read { version, parameter, of: owner }, Vec::new());
         }
         let shards: Vec<Arc<Buffer>> = loop {
             if state.is_abandoned {
