@@ -10,7 +10,8 @@
 //!           ◀──result──────────
 //! ```
 
-use runtime::process::fields::{decode, encode};
+use runtime::comm::members::encode;
+use runtime::process::fields::decode;
 use runtime::process::frame::{FrameError, Kind};
 use runtime::process::handshake::HandshakeConnection;
 use runtime::process::process_group::Connections;

@@ -6,5 +6,6 @@ pub mod chain;
 pub mod channel;
 pub mod communicator;
 pub mod host_all_reduce;
+pub mod members;
 pub mod pipelined_all_reduce;
 pub mod tensor_group;

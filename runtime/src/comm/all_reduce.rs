@@ -1,7 +1,7 @@
 //! Collectives in place: members sum their buffers, or gather shards of them, without copies of whole buffers.
 
-use crate::comm::communicator::CollectiveError;
 use crate::comm::host_all_reduce::HostAllReduce;
+use crate::comm::members::Members;
 use crate::comm::pipelined_all_reduce::PipelinedAllReduce;
 use crate::device::api::Device;
 use crate::device::buffer::Buffer;
@@ -64,7 +64,7 @@ pub trait AllReduce: Send + Sync {
 
     /// Blocks until the member's part of a collective is queued on its device, after all members have contributed. The
     /// member is then the only holder of its buffers, and acquires them before use.
-    fn wait(&self, collective: Collective, member: usize) -> Result<(), CollectiveError>;
+    fn wait(&self, collective: Collective, member: usize) -> Result<(), DeviceError>;
 
     /// Fails all current and future waits, after a member was lost.
     fn abandon(&self);
@@ -73,6 +73,29 @@ pub trait AllReduce: Send + Sync {
 /// Bytes of the chunks of a member that reduces `bytes` per round.
 pub(super) fn chunk_bytes(bytes: usize) -> usize {
     (bytes / CHUNK_PART).clamp(LEAST_CHUNK, MOST_CHUNK).next_multiple_of(256)
+}
+
+/// The ranges of a sum, of at most `bytes` each. With the only member that needs it, or that has it.
+pub(super) fn chunks(
+    collective: Collective,
+    part: &Addends,
+    members: usize,
+    bytes: usize,
+) -> impl Iterator<Item = (Option<usize>, Range<usize>)> {
+    let length = part.sum.len();
+    let shards = match matches!(collective, Collective::AllReduce(_)) && part.is_whole {
+        true => vec![(None, 0..length)],
+        false => {
+            let shard = |owner| (Some(owner), range(length, part.dtype.size(), owner, members));
+            (0..members).map(shard).collect()
+        }
+    };
+    shards.into_iter().flat_map(move |(owner, shard)| pieces(shard, bytes).map(move |piece| (owner, piece)))
+}
+
+/// A range in pieces of at most `bytes`.
+pub(super) fn pieces(whole: Range<usize>, bytes: usize) -> impl Iterator<Item = Range<usize>> {
+    whole.clone().step_by(bytes).map(move |start| start..whole.end.min(start + bytes))
 }
 
 /// Byte range of one of `members` shards.
@@ -88,8 +111,7 @@ pub fn in_one_process(devices: &[Arc<dyn Device>]) -> Result<Option<Arc<dyn AllR
     if let Some(all_reduce) = HostAllReduce::new(devices)? {
         return Ok(Some(Arc::new(all_reduce)));
     }
-    let processes = vec![None; devices.len()];
-    Ok((devices.len() > 1).then(|| Arc::new(PipelinedAllReduce::new(processes, Box::new(|_, _, _| {}))) as _))
+    Ok((devices.len() > 1).then(|| Arc::new(PipelinedAllReduce::new(Members::here(devices.len()))) as _))
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! The messages and chunks of an all-reduce along a chain: see [`super::pipelined_all_reduce`].
 
-use crate::comm::all_reduce::{Addends, Collective, Parts, range};
+use crate::comm::all_reduce;
+use crate::comm::all_reduce::{Addends, Collective, Parts};
 use crate::device::buffer::Buffer;
-use crate::device::error::DeviceError;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -48,19 +48,21 @@ pub struct ChainMessage {
     pub content: Content,
 }
 
-/// Sends a member's message to a process.
-pub type SendChainMessage = Box<dyn Fn(usize, usize, ChainMessage) + Send + Sync>;
+/// A message between processes, without the chunk itself: the number of the chunk, and whether it has a sum.
+pub type ChainHead = (Direction, Collective, Option<(usize, bool)>);
 
-/// A message that was refused, or whose chunk the device could not add.
-#[derive(Debug, PartialEq)]
-pub enum Refused {
-    Unexpected,
-    Device(DeviceError),
-}
+impl ChainMessage {
+    pub fn head(&self) -> ChainHead {
+        let chunk = match &self.content {
+            Content::Ready => None,
+            Content::Chunk { chunk, part } => Some((*chunk, part.is_some())),
+        };
+        (self.direction, self.collective, chunk)
+    }
 
-impl From<DeviceError> for Refused {
-    fn from(fault: DeviceError) -> Refused {
-        Refused::Device(fault)
+    pub fn of((direction, collective, chunk): ChainHead, part: Option<Arc<Buffer>>) -> ChainMessage {
+        let content = chunk.map_or(Content::Ready, |(chunk, _)| Content::Chunk { chunk, part });
+        ChainMessage { direction, collective, content }
     }
 }
 
@@ -113,25 +115,18 @@ impl OpenCollective {
     pub fn new(collective: Collective, parts: Parts, chunk: usize, member: usize, members: usize) -> OpenCollective {
         let mut chunks = Vec::new();
         for (index, part) in parts.iter().enumerate() {
-            let Some(Addends { dtype, sum, has_term, is_whole }) = part else { continue };
-            let is_sum = matches!(collective, Collective::AllReduce(_));
-            let shards: Vec<(Option<usize>, Range<usize>)> = match is_sum && *is_whole {
-                true => vec![(None, 0..sum.len())],
-                false => {
-                    (0..members).map(|owner| (Some(owner), range(sum.len(), dtype.size(), owner, members))).collect()
-                }
-            };
-            for (owner, shard) in shards {
-                let has_sum = if is_sum { *has_term } else { owner == Some(member) };
-                chunks.extend(shard.clone().step_by(chunk).map(|start| Chunk {
-                    index,
-                    range: start..shard.end.min(start + chunk),
-                    owner,
-                    has_sum,
-                    received: [false; 2],
-                    sent_up: None,
-                }));
-            }
+            let Some(part) = part else { continue };
+            chunks.extend(all_reduce::chunks(collective, part, members, chunk).map(|(owner, range)| Chunk {
+                index,
+                range,
+                owner,
+                has_sum: match collective {
+                    Collective::AllReduce(_) => part.has_term,
+                    Collective::AllGather(_) => owner == Some(member),
+                },
+                received: [false; 2],
+                sent_up: None,
+            }));
         }
         let message_count = |chunk: &Chunk| {
             let messages_in = |direction| {

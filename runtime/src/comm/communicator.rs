@@ -6,32 +6,13 @@
 
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
+use compiler::op::KernelError;
 use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// A collective failed because a member is lost.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PeerLost;
-
-/// A collective failed because a member is lost, or the device failed at its part.
-#[derive(Debug, Clone, PartialEq)]
-pub enum CollectiveError {
-    PeerLost,
-    Device(DeviceError),
-}
-
-impl From<PeerLost> for CollectiveError {
-    fn from(_: PeerLost) -> CollectiveError {
-        CollectiveError::PeerLost
-    }
-}
-
-impl From<DeviceError> for CollectiveError {
-    fn from(fault: DeviceError) -> CollectiveError {
-        CollectiveError::Device(fault)
-    }
-}
+/// The failure of a collective because a member is lost.
+pub const PEER_LOST: DeviceError = DeviceError::Kernel(KernelError::Disconnected);
 
 /// Numbered tensors, which a member contributes: terms of a tied weight by rank, shards by parameter, or the one operand of
 /// a collective.
@@ -106,7 +87,7 @@ impl<T> Communicator<T> {
     }
 
     /// Blocks until all members have contributed, or one abandons. Returns the values in rank order.
-    pub fn wait(&self, number: u64) -> Result<Arc<Vec<T>>, PeerLost> {
+    pub fn wait(&self, number: u64) -> Result<Arc<Vec<T>>, DeviceError> {
         let mut state = self.state.lock();
         loop {
             if let Some(collective) = state.collectives.get_mut(&number)
@@ -119,7 +100,7 @@ impl<T> Communicator<T> {
                 return Ok(values);
             }
             if state.abandoned {
-                return Err(PeerLost);
+                return Err(PEER_LOST);
             }
             self.changed.wait(&mut state);
         }
@@ -182,7 +163,7 @@ mod tests {
                 communicator.wait(0)
             });
             communicator.abandon();
-            assert_eq!(waiter.join().unwrap(), Err(PeerLost));
+            assert_eq!(waiter.join().unwrap(), Err(PEER_LOST));
         });
     }
 }

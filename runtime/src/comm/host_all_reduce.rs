@@ -4,8 +4,9 @@
 //! it adds the terms of a chunk in the order of members, and copies the sum to all members. So every byte is read and written once
 //! by some member, and members that wait at the same time share the work. None waits for others to come and share it.
 
-use crate::comm::all_reduce::{AllReduce, Collective, Parts, range};
-use crate::comm::communicator::{CollectiveError, PeerLost};
+use crate::comm::all_reduce;
+use crate::comm::all_reduce::{AllReduce, Collective, Parts, pieces};
+use crate::comm::communicator::PEER_LOST;
 use crate::device::api::{Device, Elementwise, Stream};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
@@ -45,7 +46,7 @@ struct Open {
     next: usize,
     remaining: usize,
     /// A member failed at a chunk.
-    failed: Option<CollectiveError>,
+    failed: Option<DeviceError>,
 }
 
 #[derive(Default)]
@@ -75,7 +76,7 @@ impl HostAllReduce {
     }
 
     /// Takes a chunk, or waits for those that others have taken. `None` at the end of the collective.
-    fn take(&self, collective: Collective) -> Result<Option<(Arc<Work>, usize)>, CollectiveError> {
+    fn take(&self, collective: Collective) -> Result<Option<(Arc<Work>, usize)>, DeviceError> {
         let mut state = self.state.lock();
         loop {
             let is_abandoned = state.is_abandoned;
@@ -90,14 +91,14 @@ impl HostAllReduce {
                     open.next += 1;
                     return Ok(Some(claim));
                 }
-                None if is_abandoned => return Err(PeerLost.into()),
+                None if is_abandoned => return Err(PEER_LOST),
                 _ => self.changed.wait(&mut state),
             }
         }
     }
 
     /// Ends a chunk. After the last one, nobody holds the buffers but their members.
-    fn end(&self, collective: Collective, outcome: Result<(), CollectiveError>) {
+    fn end(&self, collective: Collective, outcome: Result<(), DeviceError>) {
         let mut state = self.state.lock();
         let Some(open) = state.open.get_mut(&collective) else { return };
         open.remaining -= 1;
@@ -141,17 +142,17 @@ impl AllReduce for HostAllReduce {
         Ok(())
     }
 
-    fn wait(&self, collective: Collective, _: usize) -> Result<(), CollectiveError> {
+    fn wait(&self, collective: Collective, _: usize) -> Result<(), DeviceError> {
         let mut tools = None;
         while let Some((work, chunk)) = self.take(collective)? {
-            let mut claim = Claim { all_reduce: self, collective, outcome: Err(PeerLost.into()) };
+            let mut claim = Claim { all_reduce: self, collective, outcome: Err(PEER_LOST) };
             let outcome = match &mut tools {
                 Some(tools) => work.run(chunk, tools),
                 none => Tools::new(&*self.device).and_then(|new| work.run(chunk, none.insert(new))),
             };
             // The last claim to end makes the members the only holders of their buffers.
             drop(work);
-            claim.outcome = outcome.map_err(CollectiveError::from);
+            claim.outcome = outcome;
         }
         Ok(())
     }
@@ -166,7 +167,7 @@ impl AllReduce for HostAllReduce {
 struct Claim<'a> {
     all_reduce: &'a HostAllReduce,
     collective: Collective,
-    outcome: Result<(), CollectiveError>,
+    outcome: Result<(), DeviceError>,
 }
 
 impl Drop for Claim<'_> {
@@ -197,15 +198,8 @@ impl Work {
             if lengths.any(|length| length != Some(bytes)) {
                 continue;
             }
-            let shards: Vec<(Option<usize>, Range<usize>)> = match collective {
-                Collective::AllReduce(_) if part.is_whole => vec![(None, 0..bytes)],
-                _ => (0..contributions.len())
-                    .map(|member| (Some(member), range(bytes, part.dtype.size(), member, contributions.len())))
-                    .collect(),
-            };
-            for (owner, shard) in shards {
-                chunks.extend(pieces(shard, CHUNK).map(|range| Chunk { index, range, owner }));
-            }
+            let ranges = all_reduce::chunks(collective, part, contributions.len(), CHUNK);
+            chunks.extend(ranges.map(|(owner, range)| Chunk { index, range, owner }));
         }
         Work { collective, contributions, chunks }
     }
@@ -247,11 +241,6 @@ impl Work {
 
 fn block_region<'a>(term: &'a Buffer, block: &Range<usize>) -> Region<'a> {
     term.region_of(block.clone())
-}
-
-/// A range in pieces of at most `bytes`.
-fn pieces(whole: Range<usize>, bytes: usize) -> impl Iterator<Item = Range<usize>> {
-    whole.clone().step_by(bytes).map(move |start| start..whole.end.min(start + bytes))
 }
 
 /// A range of a buffer that other members hold too, and do not access.
@@ -308,7 +297,7 @@ mod tests {
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| all_reduce.wait(Collective::AllReduce(7), 0));
             all_reduce.abandon();
-            assert_eq!(waits.join().unwrap(), Err(PeerLost.into()));
+            assert_eq!(waits.join().unwrap(), Err(PEER_LOST));
         });
     }
 
@@ -324,7 +313,7 @@ mod tests {
         std::thread::scope(|scope| {
             assert!(scope.spawn(|| all_reduce.wait(Collective::AllReduce(0), 0)).join().is_err())
         });
-        assert_eq!(all_reduce.wait(Collective::AllReduce(0), 1), Err(PeerLost.into()));
+        assert_eq!(all_reduce.wait(Collective::AllReduce(0), 1), Err(PEER_LOST));
     }
 
     #[test]

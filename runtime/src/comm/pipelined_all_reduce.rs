@@ -13,8 +13,9 @@
 
 use crate::comm::all_reduce::{Addends, AllReduce, Collective, Parts, chunk_bytes};
 use crate::comm::chain::Direction::{Down, Up};
-use crate::comm::chain::{ChainMessage, Chunk, Content, Direction, OpenCollective, Refused, SendChainMessage};
-use crate::comm::communicator::{CollectiveError, PeerLost};
+use crate::comm::chain::{ChainMessage, Chunk, Content, Direction, OpenCollective};
+use crate::comm::communicator::PEER_LOST;
+use crate::comm::members::{Members, encode};
 use crate::device::api::Device;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
@@ -59,9 +60,7 @@ type Local = VecDeque<(usize, ChainMessage)>;
 
 /// Collectives of replicas, some of which may be in other processes.
 pub struct PipelinedAllReduce {
-    /// The process of each member; `None` for this one.
-    processes: Vec<Option<usize>>,
-    send: SendChainMessage,
+    members: Members,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -104,11 +103,11 @@ impl Member {
 }
 
 impl PipelinedAllReduce {
-    /// `processes` has the process of each member, in order of the sum; `None` for this one.
-    pub fn new(processes: Vec<Option<usize>>, send: SendChainMessage) -> PipelinedAllReduce {
-        let members = processes.iter().map(|_| None).collect();
-        let state = State { members, open: HashMap::new(), early: HashSet::new(), is_abandoned: false };
-        PipelinedAllReduce { processes, send, state: Mutex::new(state), changed: Condvar::new() }
+    /// Members are in order of the sum.
+    pub fn new(members: Members) -> PipelinedAllReduce {
+        let entries = (0..members.count()).map(|_| None).collect();
+        let state = State { members: entries, open: HashMap::new(), early: HashSet::new(), is_abandoned: false };
+        PipelinedAllReduce { members, state: Mutex::new(state), changed: Condvar::new() }
     }
 
     /// The bytes of a chunk that a member of this process expects, and the most of any chunk.
@@ -122,14 +121,14 @@ impl PipelinedAllReduce {
         let state = self.state.lock();
         let entry = state.open.get(&(to, collective))?.chunks.get(chunk)?;
         let largest = state.members.get(to)?.as_ref()?.chunk;
-        let is_expected = entry.is_received(collective, direction, to, self.processes.len());
+        let is_expected = entry.is_received(collective, direction, to, self.members.count());
         (is_expected && !entry.received[direction as usize]).then(|| (entry.range.len(), largest))
     }
 
     /// Handles a message from another process to a member of this one.
-    pub fn arrive(&self, to: usize, message: ChainMessage) -> Result<(), Refused> {
-        if self.processes.get(to) != Some(&None) {
-            return Err(Refused::Unexpected);
+    pub fn arrive(&self, to: usize, message: ChainMessage) -> Result<(), DeviceError> {
+        if !self.members.is_here(to) {
+            return Err(PEER_LOST);
         }
         let part = match &message.content {
             Content::Chunk { chunk, part } => {
@@ -150,7 +149,7 @@ impl PipelinedAllReduce {
 
     /// Waits until the thread that sent a chunk up has dropped it. A neighbour that answers has received it, so this takes
     /// no time, unless the answer is false.
-    fn wait_until_sent(&self, to: usize, collective: Collective, chunk: usize) -> Result<(), Refused> {
+    fn wait_until_sent(&self, to: usize, collective: Collective, chunk: usize) -> Result<(), DeviceError> {
         for _ in 0..MOST_CHECKS {
             let state = self.state.lock();
             let entry = state.open.get(&(to, collective)).and_then(|open| open.chunks.get(chunk));
@@ -161,11 +160,11 @@ impl PipelinedAllReduce {
             drop(state);
             std::thread::sleep(POLL[0]);
         }
-        Err(Refused::Unexpected)
+        Err(PEER_LOST)
     }
 
     /// Handles messages to members of this process, and those that they cause.
-    fn deliver(&self, state: &mut State, mut local: Local) -> Result<(), Refused> {
+    fn deliver(&self, state: &mut State, mut local: Local) -> Result<(), DeviceError> {
         while let Some((to, ChainMessage { direction, collective, content })) = local.pop_front() {
             match content {
                 Content::Ready => {
@@ -179,7 +178,7 @@ impl PipelinedAllReduce {
                         None => state.early.len() < MOST_EARLY && state.early.insert((to, collective, opposite)),
                     };
                     if !is_new {
-                        return Err(Refused::Unexpected);
+                        return Err(PEER_LOST);
                     }
                 }
                 Content::Chunk { chunk, part } => {
@@ -199,12 +198,11 @@ impl PipelinedAllReduce {
         to: usize,
         (direction, collective): (Direction, Collective),
         (chunk, part): (usize, Option<&Arc<Buffer>>),
-    ) -> Result<(), Refused> {
-        let members = self.processes.len();
-        let member = state.members.get_mut(to).and_then(Option::as_mut).ok_or(Refused::Unexpected)?;
-        let open = state.open.get_mut(&(to, collective)).ok_or(Refused::Unexpected)?;
-        let addends =
-            open.chunks.get(chunk).and_then(|entry| open.parts[entry.index].as_ref()).ok_or(Refused::Unexpected)?;
+    ) -> Result<(), DeviceError> {
+        let members = self.members.count();
+        let member = state.members.get_mut(to).and_then(Option::as_mut).ok_or(PEER_LOST)?;
+        let open = state.open.get_mut(&(to, collective)).ok_or(PEER_LOST)?;
+        let addends = open.chunks.get(chunk).and_then(|entry| open.parts[entry.index].as_ref()).ok_or(PEER_LOST)?;
         let entry = &mut open.chunks[chunk];
         let is_sum = matches!(collective, Collective::AllReduce(_));
         // A sum goes back after the member's term went up, which it contains.
@@ -216,14 +214,14 @@ impl PipelinedAllReduce {
             || is_missing
             || std::mem::replace(&mut entry.received[direction as usize], true)
         {
-            return Err(Refused::Unexpected);
+            return Err(PEER_LOST);
         }
         // See `wait_until_sent`: no other thread reads the range.
         if direction == Down
             && let Some(mut window) = entry.sent_up.take()
             && Arc::get_mut(&mut window).is_none()
         {
-            return Err(Refused::Unexpected);
+            return Err(PEER_LOST);
         }
         if let Some(part) = part {
             member.reduce_chunk(part, addends, entry.range.clone(), is_sum && direction == Up && entry.has_sum)?;
@@ -282,11 +280,13 @@ impl PipelinedAllReduce {
 
     /// Sends a message to the neighbour of a member.
     fn post(&self, from: usize, message: ChainMessage, local: &mut Local) {
-        let Some(to) = message.direction.neighbour(from, self.processes.len()) else { return };
-        match self.processes[to] {
-            Some(process) => (self.send)(process, from, message),
-            None => local.push_back((to, message)),
-        }
+        let Some(to) = message.direction.neighbour(from, self.members.count()) else { return };
+        let Some(process) = self.members.process(to) else { return local.push_back((to, message)) };
+        let head = encode(&message.head());
+        let Content::Chunk { part: Some(part), .. } = message.content else {
+            return self.members.send(process, from, &head, Vec::new());
+        };
+        self.members.send(process, from, &head, vec![part]);
     }
 }
 
@@ -308,7 +308,7 @@ impl AllReduce for PipelinedAllReduce {
 
     fn contribute(&self, collective: Collective, member: usize, parts: Parts) -> Result<(), DeviceError> {
         let mut state = self.state.lock();
-        let members = self.processes.len();
+        let members = self.members.count();
         let Some(Some(entry)) = state.members.get(member) else { return Ok(()) };
         parts.iter().flatten().try_for_each(|part| entry.context.stream.acquire(&part.sum))?;
         let mut open = OpenCollective::new(collective, parts, entry.chunk, member, members);
@@ -328,20 +328,15 @@ impl AllReduce for PipelinedAllReduce {
             open.waiting[direction as usize] = first.collect();
         }
         state.open.insert((member, collective), open);
-        let sent = self.forward(&mut state, member, collective, &mut local);
-        match sent.map_err(Refused::from).and_then(|()| self.deliver(&mut state, local)) {
-            Ok(()) => Ok(()),
-            Err(Refused::Device(fault)) => Err(fault),
-            // Members of this process agree.
-            Err(Refused::Unexpected) => Err(DeviceError::Foreign { what: "chunk of a sum" }),
-        }
+        self.forward(&mut state, member, collective, &mut local)?;
+        self.deliver(&mut state, local)
     }
 
-    fn wait(&self, collective: Collective, member: usize) -> Result<(), CollectiveError> {
+    fn wait(&self, collective: Collective, member: usize) -> Result<(), DeviceError> {
         let (mut state, mut poll) = (self.state.lock(), POLL[0]);
         loop {
             let State { members, open, is_abandoned, .. } = &mut *state;
-            let collective_state = open.get_mut(&(member, collective)).filter(|_| !*is_abandoned).ok_or(PeerLost)?;
+            let collective_state = open.get_mut(&(member, collective)).filter(|_| !*is_abandoned).ok_or(PEER_LOST)?;
             if collective_state.remaining > 0 {
                 self.changed.wait(&mut state);
             } else if collective_state.drop_sent() {
@@ -365,6 +360,7 @@ impl AllReduce for PipelinedAllReduce {
 mod tests {
     use super::*;
     use crate::comm::all_reduce::tests::{check, download, upload};
+    use crate::comm::members::Link;
     use crate::device::cpu::device::cpu;
     use crate::device::sanitizer::device::sanitizer;
     use compiler::tensor::DType;
@@ -379,12 +375,14 @@ mod tests {
         let (senders, receivers): (Vec<Sender<Sent>>, Vec<_>) = (0..count).map(|_| unbounded()).unzip();
         let all_reduce = |(process, receiver)| {
             let (senders, members) = (senders.clone(), process_of.len());
-            let send: SendChainMessage = Box::new(move |process: usize, from, message: ChainMessage| {
+            let link: Link = Box::new(move |process: usize, from, content: &[u8], tensors: Vec<Arc<Buffer>>| {
+                let message = ChainMessage::of(postcard::from_bytes(content).unwrap(), tensors.into_iter().next());
                 let to = message.direction.neighbour(from, members).unwrap();
                 let _ = senders[process].send((to, message));
             });
             let remote = |other: &usize| (*other != process).then_some(*other);
-            (Arc::new(PipelinedAllReduce::new(process_of.iter().map(remote).collect(), send)), receiver)
+            let members = Members::new(process_of.iter().map(remote).collect(), link);
+            (Arc::new(PipelinedAllReduce::new(members)), receiver)
         };
         receivers.into_iter().enumerate().map(all_reduce).collect()
     }
@@ -434,7 +432,7 @@ mod tests {
         let context = DeviceContext::new(cpu(), Arc::default()).unwrap();
         all_reduce.enter(0, &context.device, 0, &Arc::default()).unwrap();
         all_reduce.enter(2, &context.device, 0, &Arc::default()).unwrap();
-        let refused = |to, message| assert_eq!(all_reduce.arrive(to, message), Err(Refused::Unexpected));
+        let refused = |to, message| assert_eq!(all_reduce.arrive(to, message), Err(PEER_LOST));
         // It is in another process, does not exist, or has not contributed.
         refused(1, message(Up, Content::Ready));
         refused(7, message(Up, Content::Ready));
@@ -452,7 +450,7 @@ mod tests {
         assert_eq!(all_reduce.arrive(2, message(Up, Content::Ready)), Ok(()));
         refused(2, message(Up, Content::Ready));
         all_reduce.abandon();
-        assert_eq!(all_reduce.wait(Collective::AllReduce(3), 2), Err(CollectiveError::PeerLost));
+        assert_eq!(all_reduce.wait(Collective::AllReduce(3), 2), Err(PEER_LOST));
     }
 
     #[test]
@@ -472,7 +470,7 @@ mod tests {
         assert_eq!(all_reduce.expected(1, Up, collective, 0).map(|expected_chunk| expected_chunk.0), Some(8));
         assert_eq!(all_reduce.arrive(1, chunk()), Ok(()));
         assert_eq!(all_reduce.expected(1, Up, collective, 0), None);
-        assert_eq!(all_reduce.arrive(1, chunk()), Err(Refused::Unexpected));
+        assert_eq!(all_reduce.arrive(1, chunk()), Err(PEER_LOST));
         assert_eq!(all_reduce.arrive(1, ChainMessage { direction: Up, collective, content: Content::Ready }), Ok(()));
         all_reduce.wait(collective, 1).unwrap();
         assert_eq!(download(&context, &mut sum), [1.5, 2.25]);

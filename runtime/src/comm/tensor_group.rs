@@ -5,7 +5,7 @@
 //! order, so all devices get bitwise equal results. A wait ends when all have contributed or one has failed. Devices of
 //! other processes contribute over connections.
 
-use crate::comm::communicator::{CollectiveError, Communicator, Tensors};
+use crate::comm::communicator::{Communicator, Tensors};
 use crate::device::api::Rows;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
@@ -14,7 +14,7 @@ use crate::device::layout::{TensorLayout, accumulation_bytes, accumulation_type}
 use crate::device::region::{Region, RegionMut};
 use compiler::op::collective::run_together;
 use compiler::op::sharding::{runs, whole_of};
-use compiler::op::{KernelError, Op, ReduceKind, Sharding, SplitDim};
+use compiler::op::{Op, ReduceKind, Sharding, SplitDim};
 use compiler::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -58,7 +58,7 @@ impl TensorRank {
         TensorRank { communicator, device, devices, layouts, collectives: AtomicU64::new(0) }
     }
 
-    fn gather(&self, operand: Arc<Buffer>) -> Result<Vec<Arc<Buffer>>, CollectiveError> {
+    fn gather(&self, operand: Arc<Buffer>) -> Result<Vec<Arc<Buffer>>, DeviceError> {
         let (number, bytes) = (self.collectives.fetch_add(1, Ordering::Relaxed), operand.len());
         self.communicator.contribute(number, self.device, vec![(0, operand)]);
         let operands = self.communicator.wait(number)?;
@@ -66,7 +66,7 @@ impl TensorRank {
             let operand = operand.first().map_or_else(|| Arc::new(Buffer::empty()), |(_, operand)| operand.clone());
             check_size(rank, operand.len(), bytes).map(|()| operand)
         };
-        Ok(operands.iter().enumerate().map(operand).collect::<Result<_, _>>()?)
+        operands.iter().enumerate().map(operand).collect()
     }
 
     /// This rank's place in the group.
@@ -74,7 +74,7 @@ impl TensorRank {
         self.device
     }
 
-    fn gather_host(&self, operand: Tensor) -> Result<Vec<Tensor>, CollectiveError> {
+    fn gather_host(&self, operand: Tensor) -> Result<Vec<Tensor>, DeviceError> {
         let (dtype, shape) = (operand.dtype(), operand.shape().to_vec());
         let host = |part: &Arc<Buffer>| {
             let bytes = part.download()?.to_vec();
@@ -93,7 +93,7 @@ impl TensorRank {
     pub fn gather_shards(
         &self,
         shards: BTreeMap<String, Tensor>,
-    ) -> Result<Option<BTreeMap<String, Tensor>>, CollectiveError> {
+    ) -> Result<Option<BTreeMap<String, Tensor>>, DeviceError> {
         let mut gathered = BTreeMap::new();
         for (name, shard) in shards {
             match self.layouts.get(&name) {
@@ -109,7 +109,7 @@ impl TensorRank {
 
     /// All-reduces the sums of squares of these parameters' gradients. Unsharded parameters are equal on all devices
     /// and count once.
-    pub fn whole_squares(&self, names: &[&str], squares: &[f64]) -> Result<Vec<f64>, CollectiveError> {
+    pub fn whole_squares(&self, names: &[&str], squares: &[f64]) -> Result<Vec<f64>, DeviceError> {
         let gathered = self.gather_host(Tensor::from_f64(&[squares.len()], squares))?;
         let rank_squares: Vec<Vec<f64>> = gathered.iter().map(Tensor::to_f64).collect();
         let is_split = |name: &&str| matches!(self.layouts.get(*name), Some(Sharding::Split(_)));
@@ -166,7 +166,7 @@ impl TensorRank {
         let operand =
             Tensor::new(layout.dtype, layout.shape.clone(), device.stream.begin_download(operand)?.bytes()?.into());
         let operand = operand.expect("a region has the size of its layout");
-        let parts = self.gather_host(operand).map_err(disconnected)?;
+        let parts = self.gather_host(operand)?;
         let got = run_together(op, &parts, self.device).expect("only tensor-parallel collectives reach this");
         device.stream.upload(got.bytes(), output)
     }
@@ -197,7 +197,7 @@ impl TensorRank {
         let mut copy = device.take_staging(operand.len())?;
         device.stream.copy(operand, Buffer::exclusive(&mut copy))?;
         device.release(&copy)?;
-        let parts = self.gather(copy.clone()).map_err(disconnected)?;
+        let parts = self.gather(copy.clone())?;
         device.give(copy);
         for (rank, part) in parts.into_iter().enumerate() {
             let part = device.receive(part)?;
@@ -259,14 +259,6 @@ impl TensorRank {
     /// Fails all current and future waits, after this worker failed.
     pub fn abandon(&self) {
         self.communicator.abandon();
-    }
-}
-
-/// The failure of a kernel whose collective failed.
-fn disconnected(error: CollectiveError) -> DeviceError {
-    match error {
-        CollectiveError::PeerLost => KernelError::Disconnected.into(),
-        CollectiveError::Device(fault) => fault,
     }
 }
 
@@ -372,22 +364,5 @@ mod tests {
             (vec![0.0, 1.0], vec![7.0])
         );
         assert!(gathered[1].is_none() && communicator.unfinished() == 0);
-    }
-
-    #[test]
-    fn nobody_waits_for_a_device_that_is_gone() {
-        let communicator = Arc::new(TensorComm::new(2));
-        let tensor_ranks = [0, 1].map(|device| TensorRank::new(communicator.clone(), device, 2, Arc::default()));
-        let op = Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices: 2 });
-        std::thread::scope(|scope| {
-            let waiter = scope.spawn(|| {
-                let context = DeviceContext::new(cpu(), Arc::default()).unwrap();
-                let layout = TensorLayout { dtype: DType::F32, shape: vec![1] };
-                let (operand, mut sum) = (Buffer::host(4), Buffer::host(4));
-                tensor_ranks[0].run_collective(&op, (&layout, operand.region()), sum.region_mut(), &context)
-            });
-            tensor_ranks[1].abandon();
-            assert_eq!(waiter.join().unwrap(), Err(DeviceError::Kernel(KernelError::Disconnected)));
-        });
     }
 }

@@ -3,7 +3,6 @@
 //! The compiler fixes offsets; the executor turns them into regions of device memory and queues the kernels on its stream. An in-flight micro-batch owns its saved
 //! activations and the buffers it sends. It holds references to received buffers and to its weight version.
 
-use crate::comm::communicator::CollectiveError;
 use crate::comm::tensor_group::TensorRank;
 use crate::device::api::{Device, OutputMode, Stream};
 use crate::device::buffer::Buffer;
@@ -16,7 +15,6 @@ use crate::exec::phase::{RoundPosition, RunPhase};
 use crate::exec::sequence::{Joint, Sequence, Slot, Step, TensorAddress};
 use crate::exec::stage_code::StageCode;
 use crate::exec::step_hook::StepHook;
-use compiler::op::KernelError;
 use compiler::pass::batched_weight_grad::ITEMS;
 use std::sync::Arc;
 use thiserror::Error;
@@ -33,11 +31,7 @@ pub struct ExecuteError {
 }
 
 impl ExecuteError {
-    fn of_collective(step: &Step, fault: CollectiveError) -> ExecuteError {
-        let fault = match fault {
-            CollectiveError::PeerLost => DeviceError::Kernel(KernelError::Disconnected),
-            CollectiveError::Device(fault) => fault,
-        };
+    fn of_step(step: &Step, fault: DeviceError) -> ExecuteError {
         ExecuteError { node: step.label().to_string(), fault }
     }
 }
@@ -310,7 +304,7 @@ impl<'a> Executor<'a> {
             return self.run_steps(phase, steps, item, &mut |_| Ok(()));
         };
         for (index, step) in steps.iter().enumerate() {
-            let failed = |fault| ExecuteError::of_collective(step, fault);
+            let failed = |fault| ExecuteError::of_step(step, fault);
             hook.act(code, (phase, index), false, item, &self.device).map_err(failed)?;
             self.run_steps(phase, std::slice::from_ref(step), item, &mut |_| Ok(()))?;
             hook.act(code, (phase, index), true, item, &self.device).map_err(failed)?;
@@ -346,7 +340,7 @@ impl<'a> Executor<'a> {
             // SAFETY: see `write`; this is the workspace of the step.
             let workspace = unsafe { self.write(item, step.workspace) };
             self.run_step(phase, step, item, (&inputs, &mut outputs, workspace))
-                .map_err(|fault| ExecuteError { node: step.label().to_string(), fault })?;
+                .map_err(|fault| ExecuteError::of_step(step, fault))?;
             watcher(&*self.device.stream)?;
         }
         Ok(())

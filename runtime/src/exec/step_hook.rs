@@ -1,7 +1,7 @@
 //! Actions of others between the steps of a pass, such as the exchange of ZeRO's shards.
 
-use crate::comm::communicator::CollectiveError;
 use crate::device::context::DeviceContext;
+use crate::device::error::DeviceError;
 use crate::exec::executor::Item;
 use crate::exec::phase::RunPhase;
 use crate::exec::stage_code::StageCode;
@@ -18,5 +18,5 @@ pub trait StepHook: Send + Sync {
         is_done: bool,
         item: &mut Item,
         device: &DeviceContext,
-    ) -> Result<(), CollectiveError>;
+    ) -> Result<(), DeviceError>;
 }

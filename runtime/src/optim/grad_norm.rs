@@ -8,7 +8,8 @@
 //! with a non-finite gradient is skipped and halves the scale; after enough good steps the scale doubles (Micikevicius
 //! et al., ICLR 2018, section 3.2).
 
-use crate::comm::communicator::{Communicator, PeerLost};
+use crate::comm::communicator::Communicator;
+use crate::device::error::DeviceError;
 use crate::optim::policy::LossScaling;
 use std::collections::BTreeMap;
 
@@ -26,7 +27,7 @@ pub fn sum_of_squares(
     member: usize,
     round: u32,
     squares: Squares,
-) -> Result<f64, PeerLost> {
+) -> Result<f64, DeviceError> {
     norms.contribute(u64::from(round), member, squares);
     let contributions = norms.wait(u64::from(round))?;
     // Replicas contribute bitwise equal sums for one parameter, to be counted once; shards have distinct numbers.

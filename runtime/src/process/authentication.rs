@@ -16,8 +16,9 @@
 //! Everything after it is encrypted with the keys of the handshake, unless both processes see each other at a loopback
 //! address.
 
+use crate::comm::members::encode;
 use crate::process::encryption::Cipher;
-use crate::process::fields::{Fields, decode, encode};
+use crate::process::fields::{Fields, decode};
 use crate::process::frame::{FrameError, Kind};
 use crate::process::handshake::{HandshakeConnection, PROTOCOL};
 use serde::{Deserialize, Serialize};

@@ -4,11 +4,11 @@
 //! queue. The writer sends a heartbeat
 //! every second. The reader gives up when nothing has arrived within the deadline, or when the run is over.
 
+use crate::comm::members::encode;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::tensor_link::TensorLink;
 use crate::process::encryption::{Cipher, DecryptingReader};
-use crate::process::fields::encode;
 use crate::process::frame::{FrameWriter, Kind};
 use crossbeam_channel::{Receiver, RecvTimeoutError};
 use serde::Serialize;

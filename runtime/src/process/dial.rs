@@ -3,9 +3,9 @@
 //! What listens at an address may be a stranger. A process believes nothing before the other one has authenticated, and
 //! tries again until it is the right one or no time is left.
 
+use crate::comm::members::encode;
 use crate::process::authentication;
 use crate::process::connection::{NO_DATA, Stream};
-use crate::process::fields::encode;
 use crate::process::frame::{FrameError, Kind};
 use crate::process::handshake::{HandshakeConnection, Hello};
 use crate::process::meeting::{HANDSHAKE_TIME, Meeting};

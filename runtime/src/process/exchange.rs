@@ -4,31 +4,29 @@
 
 use crate::checkpoint::StageSnapshot;
 use crate::checkpoint::barrier::MinibatchBarrier;
-use crate::comm::chain::SendChainMessage;
 use crate::comm::channel;
 use crate::comm::channel::{Disconnected, Incoming, Message, Outgoing, channel};
 use crate::comm::communicator::{Communicator, Forward};
+use crate::comm::members::{Members, encode};
 use crate::comm::pipelined_all_reduce::PipelinedAllReduce;
 use crate::device::buffer::Buffer;
 use crate::device::memory_counter::MemoryCounter;
 use crate::exec::stage_code::StageCode;
 use crate::process::chain_messages::ChainMessages;
 use crate::process::connection::{DeadlineReader, Hangup, Outbound};
-use crate::process::fields::encode;
 use crate::process::frame::{FrameReader, FrameWriter, Kind};
 use crate::process::parts::PartForm;
-use crate::process::process_group::{Group, current_instruction};
+use crate::process::process_group::Group;
 use crate::process::router::{ContributionSink, Gathering, Route, Routes};
-use crate::process::run_status::{FailureCause, LinkError, RunStatus};
+use crate::process::run_status::{LinkError, RunStatus};
 use crate::process::shard_messages::ShardMessages;
 use crate::process::stop::StopAgreement;
 use crate::process::tensor_links::{Offered, TensorLinks, connect};
 use crate::process::wire::{Contribution, RemoteCommunicator};
 use crate::process::worker_result::Leaving;
-use crate::process::{chain_messages, connection, parts, worker_result};
+use crate::process::{connection, parts, worker_result};
 use crate::stage::worker::{Event, WorkerResult};
 use crate::zero::gradient_shards::GradientShards;
-use crate::zero::remote_replicas::{RemoteReplicas, SendMessage};
 use crate::zero::shard::ShardRange;
 use compiler::op::Value;
 use compiler::schedule::Program;
@@ -45,25 +43,8 @@ const FLUSH_TIME_AFTER_FAILURE: Duration = Duration::from_millis(500);
 /// Maximum time to flush queues after a successful run.
 const FLUSH_TIME: Duration = Duration::from_secs(3);
 
-/// The process of each member of a communicator; `None` for this one.
-type Processes = Vec<Option<usize>>;
 /// The frames to send to each process.
 type Queues = BTreeMap<usize, Sender<Outbound>>;
-
-/// Sends a message from a member of communicator `number`, with tensors, to a process.
-fn send_part(
-    queues: &Queues,
-    process: usize,
-    (number, member): (u32, usize),
-    content: &[u8],
-    bodies: Vec<Arc<Buffer>>,
-) {
-    // The queue has no reader after the end of the run.
-    if let Some(queue) = queues.get(&process) {
-        let head = [&encode(&(number, member)), content].concat();
-        let _ = queue.send(Outbound { kind: Kind::Part, head, bodies });
-    }
-}
 
 /// This process's connections to its peers.
 pub struct Exchange<'a> {
@@ -129,25 +110,24 @@ impl<'a> Exchange<'a> {
             // ends.
             let is_parent = group.config.follows && process == 0;
             connection.reader.source().renew(if is_parent { Duration::MAX } else { group.config.deadline });
-            let ranks: Vec<usize> = group.config.placement.ranks(process).collect();
-            let (placement, progress) = (group.config.placement.clone(), group.progress.clone());
-            let results = ranks.iter().map(|rank| (*rank, Leaving::of(program, codes, placement.worker(*rank))));
+            let placement = group.config.placement.clone();
+            let has_ranks = placement.ranks(process).next().is_some();
+            let results =
+                placement.ranks(process).map(|rank| (rank, Leaving::of(program, codes, placement.worker(rank))));
             let gathering = (group.config.process == 0).then(|| Gathering {
                 ranks: results.collect(),
-                events: Some(events.clone()).filter(|_| !ranks.is_empty()),
+                events: Some(events.clone()).filter(|_| has_ranks),
                 outcomes: outcome_sender.clone(),
                 reply: queues[&process].clone(),
-                snapshots: snapshot_sender.clone().filter(|_| !ranks.is_empty()),
+                snapshots: snapshot_sender.clone().filter(|_| has_ranks),
                 form: PartForm::of(program, codes, &placement, process),
             });
             let links = all_links.remove(&process);
             let routes = Routes {
                 process,
                 name: group.names[process].clone(),
-                ranks,
-                current_instruction: Box::new(move |process| {
-                    current_instruction(program, &placement, &progress, process)
-                }),
+                program,
+                placement,
                 channels: HashMap::new(),
                 posted: HashMap::new(),
                 communicators: HashMap::new(),
@@ -158,8 +138,6 @@ impl<'a> Exchange<'a> {
                 taken: Some(token_sender.clone()).filter(|_| process == 0),
                 progress: group.progress.clone(),
                 max_result,
-                items: program.items,
-                stages: program.stages.len() as u32,
             };
             hangups.push(connection.hangup);
             connections.push(ConnectionThreads {
@@ -212,10 +190,11 @@ impl<'a> Exchange<'a> {
         self.group.progress.clone()
     }
 
-    /// The failure reporter of this process.
-    pub fn blame(&self) -> FailureCause {
-        let process = self.group.config.process;
-        FailureCause { run_status: self.run_status(), process, name: self.group.names[process].clone() }
+    /// Ends the run because of a failure in this process.
+    pub fn blame(&self) -> Box<dyn Fn(&str) + Send> {
+        let (run_status, process) = (self.run_status(), self.group.config.process);
+        let peer = self.group.names[process].clone();
+        Box::new(move |what| run_status.end(LinkError::Failed { process, peer: peer.clone(), what: what.to_string() }))
     }
 
     /// Ends the run in all processes without blaming any.
@@ -278,18 +257,19 @@ impl<'a> Exchange<'a> {
         form: T::Form,
         (collectives, most_unfinished): (u64, usize),
     ) -> Result<Arc<Communicator<T>>, LinkError> {
-        let Some((number, processes, queues)) = self.begin_communicator(members)? else {
-            return Ok(Arc::new(Communicator::new(members.len())));
+        let count = members.len();
+        let Some((number, members)) = self.begin_communicator(members)? else {
+            return Ok(Arc::new(Communicator::new(count)));
         };
+        let remote_members = members.remote();
+        let local_members = members.of(None).count();
         let forward: Forward<T> = Box::new(move |collective, member, part| {
-            let (content, bodies) = part.pack();
-            let content = [encode(&collective), content].concat();
-            queues.keys().for_each(|process| send_part(&queues, *process, (number, member), &content, bodies.clone()));
+            let (content, tensors) = part.pack();
+            members.send_to_all(member, &[encode(&collective), content].concat(), &tensors);
         });
-        let local_members = processes.iter().filter(|process| process.is_none()).count();
-        let communicator = Arc::new(Communicator::among(members.len(), local_members, Some(forward)));
+        let communicator = Arc::new(Communicator::among(count, local_members, Some(forward)));
         let remote = RemoteCommunicator { communicator: communicator.clone(), form, collectives, most_unfinished };
-        self.deliver(number, Arc::new(remote), &processes)?;
+        self.deliver(number, Arc::new(remote), remote_members)?;
         Ok(communicator)
     }
 
@@ -300,42 +280,44 @@ impl<'a> Exchange<'a> {
         members: &[usize],
         collectives: u64,
     ) -> Result<Option<Arc<PipelinedAllReduce>>, LinkError> {
-        let Some((number, processes, queues)) = self.begin_communicator(members)? else { return Ok(None) };
-        let send: SendChainMessage = Box::new(move |process, member, message| {
-            let (content, chunk) = chain_messages::pack(message);
-            send_part(&queues, process, (number, member), &content, chunk.into_iter().collect());
-        });
-        let all_reduce = Arc::new(PipelinedAllReduce::new(processes.clone(), send));
-        let sink = ChainMessages { all_reduce: all_reduce.clone(), members: members.len(), collectives };
-        self.deliver(number, Arc::new(sink), &processes)?;
+        let Some((number, members)) = self.begin_communicator(members)? else { return Ok(None) };
+        let (count, remote_members) = (members.count(), members.remote());
+        let all_reduce = Arc::new(PipelinedAllReduce::new(members));
+        let sink = ChainMessages { all_reduce: all_reduce.clone(), members: count, collectives };
+        self.deliver(number, Arc::new(sink), remote_members)?;
         Ok(Some(all_reduce))
     }
 
-    /// The next communicator's number, the process of each of its ranks, `None` for this one, and the queues to the
-    /// others. `None` if all or none of the ranks are in this process.
-    fn begin_communicator(&mut self, ranks: &[usize]) -> Result<Option<(u32, Processes, Queues)>, LinkError> {
+    /// The next communicator's number, and where its global ranks are. `None` if all or none of them are in this process.
+    fn begin_communicator(&mut self, ranks: &[usize]) -> Result<Option<(u32, Members)>, LinkError> {
         let number = self.communicators;
         self.communicators += 1;
         let remote_process =
             |rank: &usize| (!self.is_here(*rank)).then(|| self.group.config.placement.processes_of_ranks[*rank]);
-        let processes: Processes = ranks.iter().map(remote_process).collect();
+        let processes: Vec<Option<usize>> = ranks.iter().map(remote_process).collect();
         if processes.iter().all(Option::is_some) || processes.iter().all(Option::is_none) {
             return Ok(None);
         }
         let queue = |process: &usize| self.connection(*process).map(|(queue, _)| (*process, queue.clone()));
         let queues = processes.iter().flatten().map(queue).collect::<Result<Queues, _>>()?;
-        Ok(Some((number, processes, queues)))
+        let link = move |process: usize, member: usize, message: &[u8], bodies: Vec<Arc<Buffer>>| {
+            // The queue has no reader after the end of the run.
+            if let Some(queue) = queues.get(&process) {
+                let head = [&encode(&(number, member)), message].concat();
+                let _ = queue.send(Outbound { kind: Kind::Part, head, bodies });
+            }
+        };
+        Ok(Some((number, Members::new(processes, Box::new(link)))))
     }
 
-    /// Lets the members of each other process contribute to communicator `number`.
+    /// Lets the members in other processes contribute to communicator `number`.
     fn deliver(
         &mut self,
         number: u32,
         sink: Arc<dyn ContributionSink>,
-        processes: &[Option<usize>],
+        remote: BTreeMap<usize, BTreeSet<usize>>,
     ) -> Result<(), LinkError> {
-        for process in processes.iter().flatten().copied().collect::<BTreeSet<_>>() {
-            let members = (0..processes.len()).filter(|member| processes[*member] == Some(process)).collect();
+        for (process, members) in remote {
             self.connection(process)?.1.communicators.insert(number, (sink.clone(), members));
         }
         Ok(())
@@ -350,16 +332,14 @@ impl<'a> Exchange<'a> {
         code: &StageCode,
         rounds: u32,
     ) -> Result<Arc<GradientShards>, LinkError> {
-        let Some((number, processes, queues)) = self.begin_communicator(members)? else {
-            return Ok(Arc::new(GradientShards::new(RemoteReplicas::none(members.len()))));
+        let count = members.len();
+        let Some((number, members)) = self.begin_communicator(members)? else {
+            return Ok(Arc::new(GradientShards::new(Members::here(count))));
         };
-        let local_members = (0..members.len()).filter(|member| processes[*member].is_none()).collect();
-        let send: SendMessage = Box::new(move |process, member, message, tensors| {
-            send_part(&queues, process, (number, member), &encode(&message), tensors);
-        });
-        let shards = Arc::new(GradientShards::new(RemoteReplicas { processes: processes.clone(), send }));
+        let (local_members, remote_members) = (members.of(None).collect(), members.remote());
+        let shards = Arc::new(GradientShards::new(members));
         let sink = Arc::new(ShardMessages::new(shards.clone(), local_members, shard, code, rounds));
-        self.deliver(number, sink, &processes)?;
+        self.deliver(number, sink, remote_members)?;
         Ok(shards)
     }
 

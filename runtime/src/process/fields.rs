@@ -4,7 +4,7 @@
 //! contains.
 
 use crate::process::frame::FrameError;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 
 /// Maximum length of a text that tells of a failure, in bytes.
 const LONGEST_TEXT: usize = 1 << 12;
@@ -43,10 +43,6 @@ pub fn check(is_valid: bool, what: &'static str) -> Result<(), FrameError> {
     if is_valid { Ok(()) } else { Err(FrameError::Field { what }) }
 }
 
-pub fn encode(value: &impl Serialize) -> Vec<u8> {
-    postcard::to_allocvec(value).expect("values of frames have a known length")
-}
-
 /// Reads a value that is the whole content of a frame.
 pub fn decode<'a, T: Deserialize<'a>>(content: &'a [u8], what: &'static str) -> Result<T, FrameError> {
     let mut fields = Fields::of(content);
@@ -63,6 +59,7 @@ pub fn shorten(text: &str) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::members::encode;
 
     #[test]
     fn nothing_is_believed() {

@@ -14,8 +14,12 @@
 //! Truncated, corrupt, repeated and missing frames are detected. No frame makes the reader allocate more than the
 //! caller's limit, or more than has arrived plus one chunk.
 
+use crate::comm::communicator::PEER_LOST;
 use crate::device::error::DeviceError;
 use crc32fast::Hasher;
+use serde::Deserialize;
+use serde::de::IntoDeserializer;
+use serde::de::value::U32Deserializer;
 use std::io::{self, ErrorKind, Read, Write};
 use thiserror::Error;
 
@@ -60,78 +64,74 @@ impl FrameError {
     pub fn device(fault: DeviceError) -> FrameError {
         FrameError::Device { what: fault.to_string() }
     }
+
+    /// A field that a collective has refused, or the failure of its device.
+    pub fn of(fault: DeviceError, what: &'static str) -> FrameError {
+        if fault == PEER_LOST { FrameError::Field { what } } else { FrameError::device(fault) }
+    }
 }
 
-macro_rules! kinds {
-    ($($(#[$doc:meta])* $name:ident = $number:literal,)*) => {
-        /// The type of a frame.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub enum Kind {
-            $($(#[$doc])* $name = $number,)*
-        }
-
-        impl Kind {
-            fn of(kind: u32) -> Result<Kind, FrameError> {
-                match kind {
-                    $($number => Ok(Kind::$name),)*
-                    _ => Err(FrameError::Kind { kind }),
-                }
-            }
-        }
-    };
-}
-
-kinds! {
+/// The type of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+pub enum Kind {
     /// Identifies a connecting process and its inputs.
     Hello = 1,
     /// The process is accepted.
-    Welcome = 2,
+    Welcome,
     /// The process is rejected, with the reason.
-    Refusal = 3,
+    Refusal,
     /// Addresses of all processes.
-    Roster = 4,
+    Roster,
     /// A process has all its connections.
-    Ready = 5,
+    Ready,
     /// All processes are ready.
-    Start = 6,
+    Start,
     /// The tensors of a micro-batch over an edge.
-    Message = 7,
-    Posted = 8,
+    Message,
+    Posted,
     /// A contribution to a communicator.
-    Part = 9,
-    Loss = 10,
+    Part,
+    Loss,
     /// A result tensor of a worker.
-    Tensor = 11,
+    Tensor,
     /// Recorded activity of a worker.
-    Spans = 12,
+    Spans,
     /// A worker's results are complete.
-    Left = 13,
+    Left,
     /// A sign of life with the progress of the sender's workers.
-    Heartbeat = 14,
+    Heartbeat,
     /// The run failed, with the reason.
-    Abort = 15,
+    Abort,
     /// The run ended successfully.
-    Bye = 16,
+    Bye,
     /// A stage snapshot.
-    Checkpoint = 17,
+    Checkpoint,
     /// A process was asked to stop, with the reason.
-    Stop = 18,
+    Stop,
     /// Start no further minibatch, with the reason.
-    Hold = 19,
+    Hold,
     /// Number of minibatches that a process has started.
-    ResumedState = 20,
+    ResumedState,
     /// Number of minibatches after which the run ends.
-    End = 21,
+    End,
     /// A snapshot was taken by process 0.
-    Taken = 22,
+    Taken,
     /// The device that a process offers for tensor links.
-    Devices = 23,
+    Devices,
     /// All tensor links of a process are open; from process 0, those of all processes.
-    Linked = 24,
+    Linked,
     /// Numbers and nonce of a process that must prove that it belongs to the run.
-    Challenge = 25,
+    Challenge,
     /// Proof that a process knows the run token.
-    Proof = 26,
+    Proof,
+}
+
+impl Kind {
+    fn of(kind: u32) -> Result<Kind, FrameError> {
+        // The numbers have no gaps.
+        let variant: U32Deserializer<serde::de::value::Error> = kind.wrapping_sub(1).into_deserializer();
+        Kind::deserialize(variant).map_err(|_| FrameError::Kind { kind })
+    }
 }
 
 pub struct FrameWriter<W> {

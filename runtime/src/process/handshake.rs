@@ -191,7 +191,8 @@ fn decode_refusal(content: &[u8]) -> Result<String, FrameError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::process::fields::{decode, encode};
+    use crate::comm::members::encode;
+    use crate::process::fields::decode;
 
     fn hello() -> Hello {
         let inputs = [

@@ -4,11 +4,12 @@
 //! a size that it may have, and a rank's snapshots of a stage must come in the order of the run.
 
 use crate::checkpoint::{SnapshotKey, StageSnapshot, StageState};
+use crate::comm::members::encode;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::exec::stage_code::{NamedTensor, StageCode};
 use crate::exec::stage_tensor::StageTensor;
-use crate::process::fields::{Fields, check, encode};
+use crate::process::fields::{Fields, check};
 use crate::process::frame::FrameError;
 use crate::process::placement::WorkerPlacement;
 use compiler::schedule::Program;

@@ -4,22 +4,22 @@
 //! addresses of the others. The higher-numbered of two communicating processes connects. When all connections exist,
 //! process 0 starts the run.
 
+use crate::comm::members::encode;
 use crate::process::accept::{Accepted, gather};
 use crate::process::authentication;
 use crate::process::connection::{NO_DATA, RUN_OVER, Stream};
 use crate::process::dial::{dial, introduce, is_lost};
-use crate::process::fields::{check, decode, encode};
+use crate::process::fields::{check, decode};
 use crate::process::frame::{FrameError, Kind};
 use crate::process::handshake::{HandshakeConnection, Hello, RosterEntry};
 use crate::process::meeting::{Meeting, Notice, ProcessConfig};
-use crate::process::placement::WorkerPlacement;
 use crate::process::run_status::{LinkError, RunStatus};
 use compiler::schedule::Program;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
 /// Time to wait for the reason of process 0 after the connect timeout, which began at another moment there.
@@ -119,18 +119,6 @@ impl Group {
     pub fn is_here(&self, rank: usize) -> bool {
         self.config.placement.processes_of_ranks.get(rank) == Some(&self.config.process)
     }
-}
-
-/// Last known instruction of the first rank of a process.
-pub fn current_instruction(
-    program: &Program,
-    placement: &WorkerPlacement,
-    progress: &[AtomicU32],
-    process: usize,
-) -> Option<String> {
-    let rank = placement.ranks(process).next()?;
-    let index = progress.get(rank)?.load(Ordering::Relaxed) as usize;
-    program.describe(program.workers.get(placement.worker(rank))?, index)
 }
 
 /// Connections by process.
@@ -396,6 +384,7 @@ mod tests {
     use super::*;
     use crate::process::authentication::RunToken;
     use crate::process::handshake::Identity;
+    use crate::process::placement::WorkerPlacement;
     use std::net::TcpStream;
     use std::thread;
 

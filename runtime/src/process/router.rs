@@ -12,6 +12,7 @@ use crate::process::fields::{Fields, check};
 use crate::process::frame::{FrameError, FrameReader, Kind};
 use crate::process::parts;
 use crate::process::parts::PartForm;
+use crate::process::placement::WorkerPlacement;
 use crate::process::process_group::{Progress, read_failure};
 use crate::process::recv_buffers::Ring;
 use crate::process::run_status::{LinkError, RunStatus, abort_reason};
@@ -19,6 +20,7 @@ use crate::process::stop::StopAgreement;
 use crate::process::worker_result::Leaving;
 use crate::stage::worker::{Event, WorkerResult};
 use compiler::op::Value;
+use compiler::schedule::Program;
 use crossbeam_channel::Sender;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -62,10 +64,8 @@ pub struct Gathering<'a> {
 pub struct Routes<'a> {
     pub process: usize,
     pub name: String,
-    /// Its global ranks.
-    pub ranks: Vec<usize>,
-    /// Last known instruction of a process's first rank.
-    pub current_instruction: Box<dyn Fn(usize) -> Option<String> + Send + 'a>,
+    pub program: &'a Program,
+    pub placement: WorkerPlacement,
     /// Channels on which it sends.
     pub channels: HashMap<u32, Route>,
     /// Channels on which it receives.
@@ -85,8 +85,6 @@ pub struct Routes<'a> {
     pub progress: Progress,
     /// Maximum frame of a worker result.
     pub max_result: usize,
-    pub items: u32,
-    pub stages: u32,
 }
 
 impl Routes<'_> {
@@ -104,11 +102,9 @@ impl Routes<'_> {
                 Ok(false) => break,
                 Err(fault) => {
                     let silence = reader.source().silence();
-                    if let Some(cause) =
-                        read_failure(fault, self.process, &self.name, (self.current_instruction)(self.process), silence)
-                    {
-                        run_status.end(cause);
-                    }
+                    let doing = self.current_instruction(self.process);
+                    let cause = read_failure(fault, self.process, &self.name, doing, silence);
+                    cause.into_iter().for_each(|cause| run_status.end(cause));
                     break;
                 }
             }
@@ -118,6 +114,13 @@ impl Routes<'_> {
         }
     }
 
+    /// Last known instruction of the first rank of a process.
+    fn current_instruction(&self, process: usize) -> Option<String> {
+        let rank = self.placement.ranks(process).next()?;
+        let index = self.progress.get(rank)?.load(Ordering::Relaxed) as usize;
+        self.program.describe(self.program.workers.get(self.placement.worker(rank))?, index)
+    }
+
     /// Maximum frame length.
     fn limit(&self) -> u64 {
         let message =
@@ -125,11 +128,8 @@ impl Routes<'_> {
         let messages = self.channels.values().map(message);
         let parts = self.communicators.values().map(|(sink, _)| sink.most().saturating_add(24));
         let results = self.gathering.as_ref().map(|_| self.max_result);
-        let snapshots = self
-            .gathering
-            .as_ref()
-            .filter(|gathering| gathering.snapshots.is_some())
-            .map(|gathering| gathering.form.max_bytes());
+        let takes_snapshots = self.gathering.as_ref().filter(|gathering| gathering.snapshots.is_some());
+        let snapshots = takes_snapshots.map(|gathering| gathering.form.max_bytes());
         messages.chain(parts).chain(results).chain(snapshots).max().unwrap_or(0).max(SHORT) as u64
     }
 
@@ -152,7 +152,7 @@ impl Routes<'_> {
             Kind::Message => {
                 let (channel, item): (u32, u32) = fields.value("the channel")?;
                 let route = self.channels.get(&channel).ok_or_else(unknown("the channel"))?;
-                check(item < self.items, "the micro-batch")?;
+                check(item < self.program.items, "the micro-batch")?;
                 let mut read_tensor = |(value, group, bytes): &(Value, usize, usize)| {
                     let buffer = ring.tensor(&mut fields, *bytes, "a tensor")?;
                     Ok(TensorMessage { value: *value, group: *group, buffer })
@@ -174,12 +174,9 @@ impl Routes<'_> {
                 sink.arrive(member, &mut fields, ring)?;
             }
             Kind::Heartbeat => {
-                for rank in &self.ranks {
+                for rank in self.placement.ranks(self.process) {
                     let instruction = fields.value("the worker's progress")?;
-                    self.progress
-                        .get(*rank)
-                        .into_iter()
-                        .for_each(|progress| progress.store(instruction, Ordering::Relaxed));
+                    self.progress.get(rank).into_iter().for_each(|last| last.store(instruction, Ordering::Relaxed));
                 }
                 fields.end()?;
             }
@@ -197,7 +194,7 @@ impl Routes<'_> {
             }
             Kind::Abort => {
                 let (process, what) = abort_reason(content)?;
-                let doing = process.and_then(|process| (self.current_instruction)(process));
+                let doing = process.and_then(|process| self.current_instruction(process));
                 run_status.end(LinkError::Reported { process, peer: self.name.clone(), doing, what });
                 return Ok(false);
             }
@@ -209,18 +206,7 @@ impl Routes<'_> {
                 }
                 return Ok(false);
             }
-            Kind::Hello
-            | Kind::Welcome
-            | Kind::Refusal
-            | Kind::Roster
-            | Kind::Ready
-            | Kind::Start
-            | Kind::Devices
-            | Kind::Linked
-            | Kind::Challenge
-            | Kind::Proof => {
-                return Err(FrameError::Unexpected { kind });
-            }
+            _ => return Err(FrameError::Unexpected { kind }),
         }
         Ok(true)
     }
@@ -229,7 +215,7 @@ impl Routes<'_> {
         let gathering = self.gathering.as_mut().ok_or(FrameError::Unexpected { kind })?;
         if kind == Kind::Loss {
             let (item, value): (u32, f64) = fields.value("a loss")?;
-            check(item < self.items, "the micro-batch")?;
+            check(item < self.program.items, "the micro-batch")?;
             fields.end()?;
             if let Some(events) = &gathering.events {
                 let _ = events.send(Event::Loss { item, value });
@@ -249,7 +235,7 @@ impl Routes<'_> {
         let result = gathering.ranks.get_mut(&rank).ok_or_else(unknown)?;
         match kind {
             Kind::Tensor => result.tensor(fields),
-            Kind::Spans => result.spans(fields, self.stages),
+            Kind::Spans => result.spans(fields, self.program.stages.len() as u32),
             _ => {
                 let (peak_bytes, checkpoint_bytes): (u64, u64) = fields.value("the worker's memory")?;
                 fields.end()?;

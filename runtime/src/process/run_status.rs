@@ -5,7 +5,6 @@ use crate::process::fields::{decode, shorten};
 use crate::process::frame::{FrameError, Kind};
 use crossbeam_channel::Sender;
 use parking_lot::Mutex;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
@@ -141,25 +140,6 @@ impl RunStatus {
     pub fn is_over(&self) -> bool {
         let state = self.state.lock();
         state.cause.is_some() || state.released.is_some_and(|instant| instant.elapsed() > LINGER)
-    }
-}
-
-/// Reports failures of this process.
-#[derive(Clone)]
-pub struct FailureCause {
-    pub run_status: Arc<RunStatus>,
-    pub process: usize,
-    pub name: String,
-}
-
-impl FailureCause {
-    /// Ends the run because of a failure in this process.
-    pub fn end(&self, reason: &str) {
-        self.run_status.end(LinkError::Failed {
-            process: self.process,
-            peer: self.name.clone(),
-            what: reason.to_string(),
-        });
     }
 }
 

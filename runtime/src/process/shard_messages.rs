@@ -1,6 +1,5 @@
 //! Messages of ZeRO 2 and 3 between processes, in `Part` frames.
 
-use crate::comm::communicator::CollectiveError;
 use crate::device::buffer::Buffer;
 use crate::device::layout::{accumulation_bytes, accumulation_type};
 use crate::exec::stage_code::{GradientTerm, StageCode};
@@ -9,8 +8,8 @@ use crate::process::frame::FrameError;
 use crate::process::recv_buffers::Ring;
 use crate::process::router::ContributionSink;
 use crate::zero::gradient_shards::{Arrival, GradientShards};
-use crate::zero::remote_replicas::ShardMessage;
 use crate::zero::shard::ShardRange;
+use crate::zero::shard_message::ShardMessage;
 use compiler::tensor::DType;
 use std::sync::Arc;
 
@@ -86,10 +85,8 @@ impl ContributionSink for ShardMessages {
                 };
                 let parts = self.local_replicas.iter().map(&mut part).collect::<Result<_, FrameError>>()?;
                 let arrival = Arrival { from, dtype: form.dtype, parts };
-                self.shards.arrive(term, before, arrival).map_err(|error| match error {
-                    CollectiveError::PeerLost => FrameError::Field { what: "a gradient" },
-                    CollectiveError::Device(fault) => FrameError::device(fault),
-                })?;
+                let added = self.shards.arrive(term, before, arrival);
+                added.map_err(|fault| FrameError::of(fault, "a gradient"))?;
             }
             ShardMessage::Added { to } => {
                 self.check_here(to)?;
@@ -127,14 +124,13 @@ impl ContributionSink for ShardMessages {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::members::{Members, encode};
     use crate::device::cpu::device::cpu;
-    use crate::process::fields::encode;
-    use crate::zero::gradient_shards::Term;
-    use crate::zero::remote_replicas::RemoteReplicas;
+    use crate::zero::shard_message::Term;
 
     fn shards() -> ShardMessages {
-        let remote = RemoteReplicas { processes: vec![None, Some(1)], send: Box::new(|_, _, _, _| {}) };
-        let shards = Arc::new(GradientShards::new(remote));
+        let replicas = Members::new(vec![None, Some(1)], Box::new(|_, _, _, _| {}));
+        let shards = Arc::new(GradientShards::new(replicas));
         shards.enter(0, &cpu(), &Arc::default(), 2);
         let terms = vec![TermForm { parameter: 0, dtype: DType::F32, bytes: 12 }];
         let shard = ShardRange::of(0, 2, vec![true]);

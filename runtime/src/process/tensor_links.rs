@@ -4,12 +4,13 @@
 //! each direction. The lower-numbered makes the ids. All open the links of pairs in the same order. No process begins
 //! the run before all have all their links, and none waits longer than for connections.
 
+use crate::comm::members::encode;
 use crate::device::api::Device;
 use crate::device::error::DeviceError;
 use crate::device::memory_counter::MemoryCounter;
 use crate::device::tensor_link::{LinkEnd, TensorLink, Transport};
 use crate::process::connection::{DeadlineReader, POLL_INTERVAL};
-use crate::process::fields::{decode, encode};
+use crate::process::fields::decode;
 use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use crate::process::handshake::LONGEST;
 use crate::process::process_group::{Group, read_failure};

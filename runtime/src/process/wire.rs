@@ -4,10 +4,11 @@
 //! is refused.
 
 use crate::comm::communicator::{Communicator, Tensors};
+use crate::comm::members::encode;
 use crate::device::buffer::Buffer;
 use crate::exec::stage_code::StageCode;
 use crate::optim::grad_norm::Squares;
-use crate::process::fields::{Fields, check, encode};
+use crate::process::fields::{Fields, check};
 use crate::process::frame::FrameError;
 use crate::process::recv_buffers::Ring;
 use crate::process::router::ContributionSink;

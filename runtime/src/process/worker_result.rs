@@ -1,10 +1,11 @@
 //! A worker's result in frames for process 0: tensors, recorded activity and peak memory.
 
+use crate::comm::members::encode;
 use crate::device::buffer::Buffer;
 use crate::exec::stage_code::StageCode;
 use crate::exec::stage_tensor::{StageTensor, StageTensors};
 use crate::process::connection::Outbound;
-use crate::process::fields::{Fields, check, encode};
+use crate::process::fields::{Fields, check};
 use crate::process::frame::{FrameError, Kind};
 use crate::stage::worker::{MOST_SPANS, Span, Work, WorkerResult};
 use compiler::plan::StageId;

@@ -1,6 +1,5 @@
 //! Buckets hold the gradient sums of a round until the replicas reduce them.
 
-use crate::comm::communicator::CollectiveError;
 use crate::device::buffer::Buffer;
 use crate::device::download::Download;
 use crate::device::error::DeviceError;
@@ -91,7 +90,7 @@ impl RoundGradients {
         executor: &Executor<'_>,
         shard_stream: Option<&ShardStream>,
         item: &mut Item,
-    ) -> Result<(), CollectiveError> {
+    ) -> Result<(), DeviceError> {
         collect_sums(&mut self.terms, executor, shard_stream, item)?;
         self.items += 1;
         Ok(())

@@ -4,7 +4,7 @@
 //! assignment, buckets are about equally large, from the stage's last parameter to its first. Bucketing does not change any sum.
 
 use crate::comm::all_reduce::{Addends, Collective};
-use crate::comm::communicator::CollectiveError;
+use crate::comm::communicator::PEER_LOST;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::exec::moving_average::Samples;
@@ -50,13 +50,13 @@ impl StageWorker<'_> {
     }
 
     /// Blocks until the all-reduce of one bucket is done.
-    pub fn finish_reduce(&mut self, round: u32, bucket: u32) -> Result<(), CollectiveError> {
+    pub fn finish_reduce(&mut self, round: u32, bucket: u32) -> Result<(), DeviceError> {
         let number = self.collective_number(round, bucket);
         let contributions = self.comms.replicas.wait(number)?;
         if let Some(all_reduce) = &self.comms.all_reduce {
             all_reduce.wait(Collective::AllReduce(number), self.shard.rank())?;
         }
-        let sums = self.round_gradients.reducing.remove(&number).ok_or(CollectiveError::PeerLost)?;
+        let sums = self.round_gradients.reducing.remove(&number).ok_or(PEER_LOST)?;
         let mut terms = self.finish_reduce_in_place(sums, &contributions)?;
         let mut samples: Vec<Samples> = contributions.iter().flat_map(|c| c.samples.iter().cloned()).collect();
         samples.sort_by_key(|(item, _)| *item);
@@ -93,7 +93,7 @@ impl StageWorker<'_> {
         (number, bucket): (u64, u32),
         terms: &mut [Option<Arc<Buffer>>],
         contributions: &[BucketContribution],
-    ) -> Result<(), CollectiveError> {
+    ) -> Result<(), DeviceError> {
         let Some(across_groups) = &self.comms.across_groups else { return Ok(()) };
         let (device, degree) = (&self.executor.device, self.shard.degree());
         let group = contributions.chunks(degree).nth(self.shard.group()).unwrap_or_default();

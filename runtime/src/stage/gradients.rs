@@ -1,7 +1,7 @@
 //! Gradient accumulation: over the micro-batches of a replica, and over the uses of a parameter.
 //! Gradients of 16-bit parameters are accumulated in `f32`.
 
-use crate::comm::communicator::{CollectiveError, Tensors};
+use crate::comm::communicator::Tensors;
 use crate::device::api::Elementwise;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
@@ -52,7 +52,7 @@ pub fn collect_sums(
     executor: &Executor<'_>,
     shard_stream: Option<&ShardStream>,
     item: &mut Item,
-) -> Result<(), CollectiveError> {
+) -> Result<(), DeviceError> {
     let code = executor.code;
     let terms = sums.iter_mut().zip(&code.gradient_terms).enumerate();
     for (index, (sum, term)) in terms.filter(|(_, (_, term))| !term.is_summed) {

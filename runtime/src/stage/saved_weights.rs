@@ -1,6 +1,5 @@
 //! The weights of a stage, saved at the `Checkpoint` instructions of its program.
 
-use crate::comm::communicator::CollectiveError;
 use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::device::region::Region;
@@ -32,7 +31,7 @@ impl StageWorker<'_> {
     /// older versions, and sharded masters, do not. A tied weight with versions of its own has its current value. Under
     /// ZeRO 3 it blocks until replicas have published their shards, and under tensor parallelism until all ranks have
     /// contributed theirs; ranks other than the first then return `None`.
-    pub fn checkpoint(&self, version: u32) -> Result<Option<BTreeMap<String, Tensor>>, CollectiveError> {
+    pub fn checkpoint(&self, version: u32) -> Result<Option<BTreeMap<String, Tensor>>, DeviceError> {
         let is_needed = |name: &str| self.executor.tensor_rank.as_ref().is_none_or(|rank| rank.is_gathered(name));
         let is_newest = self.versions.keys().next_back() == Some(&version);
         let mut tensors = BTreeMap::new();

@@ -5,7 +5,7 @@
 //! ZeRO 3 buckets carry no data: they only signal that all replicas have stepped, and runs read from the `weight_shards`.
 
 use crate::comm::all_reduce::{Addends, Collective, Parts};
-use crate::comm::communicator::{CollectiveError, Tensors};
+use crate::comm::communicator::{PEER_LOST, Tensors};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::layout::is_half;
@@ -49,14 +49,14 @@ impl StageWorker<'_> {
     }
 
     /// Receives the other replicas' shards of one bucket of a version. Blocks. Returns true if the version is complete.
-    pub fn receive_shards(&mut self, version: u32, bucket: u32) -> Result<bool, CollectiveError> {
+    pub fn receive_shards(&mut self, version: u32, bucket: u32) -> Result<bool, DeviceError> {
         let Some(shard_comm) = self.comms.shard_comm.clone() else { return Ok(false) };
         let number = self.collective_number(version, bucket);
         shard_comm.wait(number)?;
         if let Some(all_reduce) = &self.comms.all_reduce {
             all_reduce.wait(Collective::AllGather(number), self.shard.rank())?;
         }
-        let weights = self.versions.get(&version).ok_or(CollectiveError::PeerLost)?;
+        let weights = self.versions.get(&version).ok_or(PEER_LOST)?;
         let mut gathered = self.stepped_parameters(version, bucket).into_iter().filter_map(|p| weights.get(p));
         gathered.try_for_each(|weight| self.executor.device.stream.acquire(weight))?;
         let Some(stepped) = self.stepped.get_mut(&version) else { return Ok(false) };
@@ -83,7 +83,7 @@ impl StageWorker<'_> {
     }
 
     /// Gathers all sharded parameters of a version.
-    pub(super) fn gather_weights(&self, version: u32, weights: &Weights) -> Result<Weights, CollectiveError> {
+    pub(super) fn gather_weights(&self, version: u32, weights: &Weights) -> Result<Weights, DeviceError> {
         let Some(shard_stream) = self.shard_stream.as_ref().filter(|_| self.shard.has_weight_shards()) else {
             return Ok(weights.clone());
         };
@@ -108,7 +108,7 @@ impl StageWorker<'_> {
         &mut self,
         weights: &mut Weights,
         gradients: &mut [(usize, Buffer)],
-    ) -> Result<(), CollectiveError> {
+    ) -> Result<(), DeviceError> {
         // Every group of replicas has all shards.
         let Some(shard_comm) = self.comms.shard_comm.clone().filter(|_| self.shard.group() == 0) else { return Ok(()) };
         let parameters = self.code.parameters.len();
@@ -131,7 +131,7 @@ impl StageWorker<'_> {
         for number in numbers {
             let parts = contributions.iter().map(|shards| shards.iter().find(|(shard, _)| *shard == number));
             let parts: Option<Vec<Arc<Buffer>>> = parts.map(|part| part.map(|(_, part)| part.clone())).collect();
-            let parts = parts.ok_or(CollectiveError::PeerLost)?;
+            let parts = parts.ok_or(PEER_LOST)?;
             // Devices have no room for them.
             let bytes = parts.iter().map(|part| part.download()).collect::<Result<Vec<_>, _>>()?;
             let joined = Buffer::host_copy(&bytes.concat());

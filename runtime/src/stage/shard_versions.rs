@@ -1,15 +1,11 @@
 //! Shard versions say which weights a replica has stepped and not gathered yet (ZeRO).
 
 use crate::checkpoint::ResumeState;
-use crate::comm::communicator::{Communicator, Tensors};
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
 use crate::exec::executor::Weights;
 use crate::exec::stage_code::StageCode;
 use crate::zero::shard::ShardRange;
-
-/// Gathers shards among the replicas of a stage.
-pub type ShardComm = Communicator<Tensors>;
 
 /// A version that this replica has stepped but not yet gathered completely.
 pub struct Stepped {

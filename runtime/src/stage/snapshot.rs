@@ -7,7 +7,7 @@
 //! for it.
 
 use crate::checkpoint::{ResumeState, SnapshotKey, StageSnapshot, StageState};
-use crate::comm::communicator::CollectiveError;
+use crate::comm::communicator::PEER_LOST;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::memory_counter::CountedBytes;
@@ -112,8 +112,8 @@ impl StageWorker<'_> {
     fn try_gather_weights(&self, version: u32, weights: &Weights) -> Result<Option<Weights>, DeviceError> {
         match self.gather_weights(version, weights) {
             Ok(whole) => Ok(Some(whole)),
-            Err(CollectiveError::PeerLost) => Ok(None),
-            Err(CollectiveError::Device(fault)) => Err(fault),
+            Err(PEER_LOST) => Ok(None),
+            Err(fault) => Err(fault),
         }
     }
 

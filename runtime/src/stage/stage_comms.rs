@@ -2,10 +2,9 @@
 //! has its own exchange of shards, and each shard is summed across the groups.
 
 use crate::comm::all_reduce::AllReduce;
-use crate::comm::communicator::Communicator;
+use crate::comm::communicator::{Communicator, Tensors};
 use crate::optim::grad_norm::Squares;
 use crate::stage::gradient_buckets::BucketContribution;
-use crate::stage::shard_versions::ShardComm;
 use crate::zero::gradient_shards::GradientShards;
 use std::sync::Arc;
 
@@ -17,7 +16,7 @@ pub struct StageComms {
     /// Sums the shards of this replica's rank over the groups that shard; `None` for one group.
     pub across_groups: Option<Arc<dyn AllReduce>>,
     /// Exchange of weight shards, under ZeRO.
-    pub shard_comm: Option<Arc<ShardComm>>,
+    pub shard_comm: Option<Arc<Communicator<Tensors>>>,
     /// For gradient norms, if each replica of a group has only a shard of the gradients and not all workers share one norm.
     pub norms: Option<Arc<Communicator<Squares>>>,
     /// Gradient shards, under ZeRO 2 and 3.

@@ -5,7 +5,6 @@
 //! shares the parameter.
 
 use crate::checkpoint::ResumeState;
-use crate::comm::communicator::CollectiveError;
 use crate::comm::tensor_group::TensorRank;
 use crate::data::Batches;
 use crate::device::api::Device;
@@ -35,7 +34,6 @@ use crate::stage::stage_comms::StageComms;
 use crate::stage::tied_parameter::{LateTiedWeight, TiedParameter};
 use crate::zero::shard::ShardRange;
 use crate::zero::streaming::ShardStream;
-use compiler::op::KernelError;
 use compiler::pass::loss::{LOSS, LOSS_SCALE};
 use compiler::plan::StageId;
 use compiler::schedule::action::Phase;
@@ -216,7 +214,7 @@ impl<'a> StageWorker<'a> {
     }
 
     /// Runs pending steps of tied weights and returns the final weights, states and gradients.
-    pub fn into_result(mut self) -> Result<StageTensors, CollectiveError> {
+    pub fn into_result(mut self) -> Result<StageTensors, DeviceError> {
         self.finish()?;
         let weights = self.take_newest();
         let (mut weights, mut gradients) = (self.updater.final_weights(weights), std::mem::take(&mut self.gradients));
@@ -383,13 +381,7 @@ impl<'a> StageWorker<'a> {
             self.executor.backward_weight(&mut state)?;
             // The states use the samples in the same update as the gradients.
             self.round_gradients.samples.extend(self.samples.remove(&item).map(|samples| (item, samples)));
-            let failed = |fault: CollectiveError| {
-                let fault = match fault {
-                    CollectiveError::PeerLost => DeviceError::Kernel(KernelError::Disconnected),
-                    CollectiveError::Device(fault) => fault,
-                };
-                ExecuteError { node: "the gradients of parameters".to_string(), fault }
-            };
+            let failed = |fault| ExecuteError { node: "the gradients of parameters".to_string(), fault };
             self.round_gradients.add(&self.executor, self.shard_stream.as_deref(), &mut state).map_err(failed)?;
             self.contribute_due()?;
         }
@@ -438,7 +430,7 @@ impl<'a> StageWorker<'a> {
 
     /// Sums a prepared round's gradients, including other stages' terms of tied parameters if all step together. A
     /// worker gathers all its stages after preparing them.
-    pub fn gather(&mut self, round: u32) -> Result<(), CollectiveError> {
+    pub fn gather(&mut self, round: u32) -> Result<(), DeviceError> {
         if self.ready.get(&round).is_none_or(|ready| ready.totals.is_some()) {
             return Ok(());
         }
@@ -469,7 +461,7 @@ impl<'a> StageWorker<'a> {
     }
 
     /// Sums of squares of a round's gathered gradients. Blocks for the other tensor-parallel ranks.
-    pub fn squares(&self, round: u32) -> Result<Squares, CollectiveError> {
+    pub fn squares(&self, round: u32) -> Result<Squares, DeviceError> {
         let totals = self.ready.get(&round).and_then(|ready| ready.totals.as_ref());
         let (mut numbers, mut names, mut gradients) = (Vec::new(), Vec::new(), Vec::<(DType, Region<'_>)>::new());
         for ((total, number), named) in totals.into_iter().flatten().zip(&self.numbers).zip(&self.code.parameters) {
@@ -490,7 +482,7 @@ impl<'a> StageWorker<'a> {
     }
 
     /// Total sum of squares of a round's gathered gradients. Blocks for the other replicas if gradients are sharded.
-    pub fn sum_of_squares(&self, round: u32) -> Result<f64, CollectiveError> {
+    pub fn sum_of_squares(&self, round: u32) -> Result<f64, DeviceError> {
         let squares = self.squares(round)?;
         match &self.comms.norms {
             Some(norms) => Ok(sum_of_squares(norms, self.shard.rank(), round, squares)?),

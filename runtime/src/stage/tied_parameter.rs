@@ -1,6 +1,6 @@
 //! Several stages share a tied parameter and exchange its gradients.
 
-use crate::comm::communicator::{Communicator, PeerLost};
+use crate::comm::communicator::Communicator;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
@@ -10,9 +10,6 @@ use compiler::plan::StageId;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-/// Exchanges gradient terms of a tied parameter among its stages.
-pub type TiedGradientComm = Communicator<GradientTerms>;
-
 /// A tied parameter of this stage.
 pub struct TiedParameter {
     /// Index into this stage's parameters.
@@ -21,7 +18,7 @@ pub struct TiedParameter {
     pub member: usize,
     /// Communicator of all workers of those stages. If the stages step together, each stage's first replica contributes
     /// the sums over replicas; otherwise every worker contributes its own.
-    pub communicator: Arc<TiedGradientComm>,
+    pub communicator: Arc<Communicator<GradientTerms>>,
     /// The stages holding it, if they step at different times. The parameter then has its own versions, and a
     /// micro-batch sees the newest one that needs no waiting. Empty if all stages step together.
     pub holders: Vec<StageId>,
@@ -45,7 +42,7 @@ impl TiedParameter {
     }
 
     /// The terms of all workers. Blocks. Also returns this worker's terms, which it gives back after use.
-    pub(super) fn wait(&self, number: u64) -> Result<(GradientTerms, GradientTerms), PeerLost> {
+    pub(super) fn wait(&self, number: u64) -> Result<(GradientTerms, GradientTerms), DeviceError> {
         let contributions = self.communicator.wait(number)?;
         let own = contributions.get(self.member).cloned().unwrap_or_default();
         Ok((contributions.iter().flatten().cloned().collect(), own))

@@ -3,8 +3,8 @@
 //! The step of a round needs the gradients of all stages that hold the weight. It runs when a forward pass first needs the new
 //! version; by then all of them have contributed.
 
-use crate::comm::communicator::CollectiveError;
 use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::optim::grad_norm::clip_factor;
 use crate::stage::gradients::sum_terms;
@@ -15,13 +15,13 @@ use std::sync::Arc;
 
 impl StageWorker<'_> {
     /// Runs the remaining steps of tied weights. Blocks.
-    pub fn finish(&mut self) -> Result<(), CollectiveError> {
+    pub fn finish(&mut self) -> Result<(), DeviceError> {
         let newest = u32::MAX;
         (0..self.late_weights.len()).try_for_each(|index| self.step_late(index, newest))
     }
 
     /// Runs the steps of tied weights up to the versions that a micro-batch sees. `version` gives that of a stage.
-    pub fn catch_up(&mut self, version: &dyn Fn(StageId) -> u32) -> Result<(), CollectiveError> {
+    pub fn catch_up(&mut self, version: &dyn Fn(StageId) -> u32) -> Result<(), DeviceError> {
         for index in 0..self.late_weights.len() {
             let holders = &self.tied[self.late_weights[index].tied].holders;
             let oldest = holders.iter().map(|&stage| version(stage)).min().unwrap_or(0);
@@ -32,7 +32,7 @@ impl StageWorker<'_> {
 
     /// Steps a tied weight up to `version`, as far as its stage has stepped. Its gradient is clipped by its own norm,
     /// because the norms of the other parameters become known at other times.
-    fn step_late(&mut self, index: usize, version: u32) -> Result<(), CollectiveError> {
+    fn step_late(&mut self, index: usize, version: u32) -> Result<(), DeviceError> {
         while self.late_weights[index].version < version {
             let next = self.late_weights[index].version + 1;
             if let Some(weight) = self.late_weights[index].restored.remove(&next) {

@@ -7,9 +7,10 @@ use crate::checkpoint::StageSnapshot as CheckpointPart;
 use crate::checkpoint::barrier::MinibatchBarrier;
 use crate::checkpoint::points::Cuts;
 use crate::comm::channel::{Incoming, Message, Outgoing};
-use crate::comm::communicator::{CollectiveError, Communicator};
+use crate::comm::communicator::{Communicator, PEER_LOST};
 use crate::data::Batches;
 use crate::device::buffer::Buffer;
+use crate::device::error::DeviceError;
 use crate::device::memory_counter::MemoryCounter;
 use crate::exec::phase::RoundPosition;
 use crate::exec::stage_tensor::StageTensors;
@@ -208,11 +209,11 @@ pub fn run(mut context: WorkerContext<'_>) -> Result<WorkerResult, WorkerError> 
 }
 
 /// The error of a worker whose part in a collective, or whose device, failed.
-fn failed(worker: &str, fault: impl Into<CollectiveError>) -> WorkerError {
+fn failed(worker: &str, fault: DeviceError) -> WorkerError {
     let worker = worker.to_string();
-    match fault.into() {
-        CollectiveError::PeerLost => WorkerError::PeerGone { worker },
-        CollectiveError::Device(fault) => WorkerError::Device { worker, fault },
+    match fault {
+        PEER_LOST => WorkerError::PeerGone { worker },
+        fault => WorkerError::Device { worker, fault },
     }
 }
 
@@ -316,11 +317,11 @@ impl<'a> Worker<'a> {
     }
 
     /// Does something with a stage that may fail.
-    fn on_stage<T, E: Into<CollectiveError>>(
+    fn on_stage<T>(
         &mut self,
         index: usize,
         stage: StageId,
-        run: impl FnOnce(&mut StageWorker<'a>) -> Result<T, E>,
+        run: impl FnOnce(&mut StageWorker<'a>) -> Result<T, DeviceError>,
     ) -> Result<T, WorkerError> {
         let result = run(self.stage_worker(index, stage)?);
         result.map_err(|fault| failed(&self.name, fault))

@@ -1,8 +1,8 @@
 //! The errors that end a worker.
 
+use crate::comm::communicator::PEER_LOST;
 use crate::device::error::DeviceError;
 use crate::exec::executor::ExecuteError;
-use compiler::op::KernelError;
 use thiserror::Error;
 
 #[derive(Debug, Error, Clone, PartialEq)]
@@ -27,6 +27,6 @@ impl WorkerError {
             WorkerError::Device { fault, .. } => fault,
             WorkerError::Program { .. } => return false,
         };
-        *fault == DeviceError::Kernel(KernelError::Disconnected)
+        *fault == PEER_LOST
     }
 }

@@ -10,6 +10,7 @@
 use crate::comm::all_reduce::{AllReduce, in_one_process, range};
 use crate::comm::channel::{Incoming, Outgoing, channel};
 use crate::comm::communicator::Communicator;
+use crate::comm::members::Members;
 use crate::comm::tensor_group::{GroupRank, Layouts, TensorComm};
 use crate::device::api::Device;
 use crate::device::cpu::device::cpu;
@@ -20,14 +21,14 @@ use crate::process::exchange::Exchange;
 use crate::process::run_status::LinkError;
 use crate::process::wire::{Contribution, ContributionForm, TensorsForm};
 use crate::stage::gradient_buckets::BucketContribution;
+use crate::stage::gradients::GradientTerms;
 use crate::stage::stage_comms::StageComms;
-use crate::stage::tied_parameter::{TiedGradientComm, TiedParameter};
+use crate::stage::tied_parameter::TiedParameter;
 use crate::stage::worker::Key;
 use crate::train::error::TrainError;
 use crate::train::job::TrainJob;
 use crate::train::tensor_shards::split_of;
 use crate::zero::gradient_shards::GradientShards;
-use crate::zero::remote_replicas::RemoteReplicas;
 use crate::zero::shard::ShardRange;
 use compiler::op::Value;
 use compiler::plan::StageId;
@@ -290,7 +291,7 @@ fn open_zero(
             let shard = shard_range(program, stage, 0, code, &tied);
             Some(exchange.shards(&global(rank, members), shard, code, versions(program))?)
         }
-        None => Some(Arc::new(GradientShards::new(RemoteReplicas::none(members.len())))),
+        None => Some(Arc::new(GradientShards::new(Members::here(members.len())))),
     };
     Ok(())
 }
@@ -353,7 +354,7 @@ fn members(program: &Program, stage: usize) -> Vec<usize> {
 pub struct Tie {
     name: String,
     members: Vec<(usize, usize)>,
-    communicator: Arc<TiedGradientComm>,
+    communicator: Arc<Communicator<GradientTerms>>,
     holders: Vec<StageId>,
 }
 

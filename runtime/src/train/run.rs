@@ -1,7 +1,6 @@
 //! Trains compiled stages under a program: one thread per worker, until all instructions have run.
 
 use crate::checkpoint::resume_point::ResumePoint;
-use crate::comm::communicator::Communicator;
 use crate::comm::tensor_group::{GroupRank, Layouts, TensorRank};
 use crate::device::api::Device;
 use crate::device::buffer::Buffer;
@@ -9,12 +8,11 @@ use crate::device::error::DeviceError;
 use crate::device::layout::{accumulation_type, is_half};
 use crate::exec::evaluate::buffers;
 use crate::exec::stage_code::{NamedTensor, StageCode};
-use crate::optim::grad_norm::{Squares, shard_number};
+use crate::optim::grad_norm::shard_number;
 use crate::optim::optimizer::is_trainable;
 use crate::process::exchange::Exchange;
 use crate::process::placement::rank_name;
 use crate::process::process_group::Group;
-use crate::process::run_status::FailureCause;
 use crate::process::tensor_links::transport;
 use crate::stage::stage_worker::{StageConfig, StageSetup};
 use crate::stage::worker;
@@ -334,15 +332,15 @@ pub fn run_ranks(
             .map(|context| {
                 let (global_rank, name) = (context.global_rank, context.name.clone());
                 // If a worker ends early, no peer may wait for it in a communicator.
-                let abandon = context.stages.iter().map(abandon_stage).collect();
-                let (norms, blame) = (context.norms.clone(), exchange.as_ref().map(Exchange::blame));
-                let guard = AbandonGuard { abandon, norms, blame };
+                let mut abandon: Vec<Abandon> = context.stages.iter().map(abandon_stage).collect();
+                abandon.extend(context.norms.clone().map(|norms| Box::new(move || norms.abandon()) as Abandon));
+                let guard = AbandonGuard { abandon, blame: exchange.as_ref().map(Exchange::blame) };
                 let body = move || {
                     let outcome = worker::run(context);
                     match (&outcome, &guard.blame) {
                         (Ok(_), _) => std::mem::forget(guard),
                         // A worker that lost its peer is not the cause.
-                        (Err(error), Some(blame)) if !error.lost_another() => blame.end(&error.to_string()),
+                        (Err(error), Some(blame)) if !error.lost_another() => blame(&error.to_string()),
                         (Err(_), _) => {}
                     }
                     outcome
@@ -386,26 +384,26 @@ pub fn run_ranks(
     by_rank.into_iter().map(collect_rank).collect::<Result<_, _>>().map(Some)
 }
 
+/// Fails all waits for a part in collectives.
+type Abandon = Box<dyn Fn() + Send>;
+
 /// Fails all waits of peers for this worker, unless it finished.
 struct AbandonGuard {
-    /// By stage.
-    abandon: Vec<Box<dyn Fn() + Send>>,
-    norms: Option<Arc<Communicator<Squares>>>,
-    blame: Option<FailureCause>,
+    abandon: Vec<Abandon>,
+    blame: Option<Box<dyn Fn(&str) + Send>>,
 }
 
 impl Drop for AbandonGuard {
     fn drop(&mut self) {
         if let Some(blame) = self.blame.as_ref().filter(|_| std::thread::panicking()) {
-            blame.end("it panicked");
+            blame("it panicked");
         }
         self.abandon.iter().for_each(|abandon| abandon());
-        self.norms.iter().for_each(|norms| norms.abandon());
     }
 }
 
 /// What fails all waits for a worker's part in the collectives of a stage.
-fn abandon_stage(setup: &StageSetup<'_>) -> Box<dyn Fn() + Send> {
+fn abandon_stage(setup: &StageSetup<'_>) -> Abandon {
     let (comms, tensor_rank) = (setup.comms.clone(), setup.tensor_rank.clone());
     let tied: Vec<_> = setup.tied.iter().map(|tied| tied.communicator.clone()).collect();
     Box::new(move || {

@@ -11,7 +11,7 @@ use crate::checkpoint::resume_point::ResumePoint;
 use crate::comm::tensor_group::{GroupRank, Layouts};
 use crate::process::placement::WorkerPlacement;
 use crate::process::process_group::Group;
-use crate::process::run_status::{LinkError, RunStatus};
+use crate::process::run_status::LinkError;
 use crate::stage::saved_weights::Checkpoint;
 use crate::train::error::TrainError;
 use crate::train::job::{RunOptions, StepDone, TrainJob, Trained};
@@ -68,13 +68,16 @@ pub fn run_shared_in_group(
     let ranks = TensorRanks { inputs: inputs.collect(), layouts: Arc::new(layouts.clone()) };
     let mut gatherer = ShardGatherer::new(training.codes, layouts, devices);
     let (has_receiver, mut gather_error) = (on_snapshot.is_some(), None);
-    let failure = group.as_ref().map(|group| GatherFailure::of(training.program, group));
+    let status =
+        group.as_ref().map(|group| (group.config.placement.clone(), group.names.clone(), group.run_status.clone()));
     let mut gather = |snapshot: StageSnapshot| {
         let Some(on_snapshot) = on_snapshot.as_mut().filter(|_| gather_error.is_none()) else { return };
         match gatherer.add(snapshot) {
             Ok(gathered) => gathered.into_iter().for_each(on_snapshot),
             Err(error) => {
-                failure.iter().for_each(|failure| failure.end(&error));
+                if let Some((placement, names, run_status)) = &status {
+                    run_status.end(gather_failure(&error, training.program, placement, names));
+                }
                 gather_error = Some(error);
             }
         }
@@ -95,37 +98,19 @@ pub fn run_shared_in_group(
     Ok(Some(Trained { weights, gradients, ..results.swap_remove(0) }))
 }
 
-/// Ends a run over processes when a snapshot does not fit those of the other ranks.
-struct GatherFailure<'a> {
-    program: &'a Program,
-    placement: WorkerPlacement,
-    names: Vec<String>,
-    run_status: Arc<RunStatus>,
-}
-
-impl<'a> GatherFailure<'a> {
-    fn of(program: &'a Program, group: &Group) -> GatherFailure<'a> {
-        let (placement, names) = (group.config.placement.clone(), group.names.clone());
-        GatherFailure { program, placement, names, run_status: group.run_status.clone() }
-    }
-
-    /// The process of the rank whose snapshot the error names.
-    fn process(&self, error: &GatherError) -> Option<usize> {
+/// Why a run over processes ends when a snapshot does not fit those of the other ranks. Names the process of its rank.
+fn gather_failure(error: &GatherError, program: &Program, placement: &WorkerPlacement, names: &[String]) -> LinkError {
+    let process_of = |error: &GatherError| {
         let GatherError::Snapshot { stage, replica, tensor_rank, .. } = *error else { return None };
-        let rank = self.program.stages.get(stage as usize)?.rank;
+        let rank = program.stages.get(stage as usize)?.rank;
         let is_worker = |worker: &WorkerProgram| worker.rank == rank && worker.replica == replica;
-        let worker = self.program.workers.iter().position(is_worker)?;
-        let group_rank = GroupRank { degree: self.placement.degree, rank: tensor_rank };
-        self.placement.processes_of_ranks.get(group_rank.global(worker)).copied()
-    }
-
-    /// Ends the run in all processes. The message names the process.
-    fn end(&self, error: &GatherError) {
-        let process = self.process(error);
-        let name = process.and_then(|process| self.names.get(process));
-        let message = name.map_or_else(|| error.to_string(), |name| format!("{name}: {error}"));
-        self.run_status.end(LinkError::Ended { process, what: message });
-    }
+        let worker = program.workers.iter().position(is_worker)?;
+        let group_rank = GroupRank { degree: placement.degree, rank: tensor_rank };
+        placement.processes_of_ranks.get(group_rank.global(worker)).copied()
+    };
+    let process = process_of(error);
+    let name = process.and_then(|process| names.get(process));
+    LinkError::Ended { process, what: name.map_or_else(|| error.to_string(), |name| format!("{name}: {error}")) }
 }
 
 #[cfg(test)]
@@ -148,17 +133,13 @@ mod tests {
             edges: Vec::new(),
             workers: ranks.map(worker).to_vec(),
         };
-        let failure = GatherFailure {
-            program: &program,
-            placement: WorkerPlacement::beside(2, 2),
-            names: (0..5).map(|process| format!("process {process}")).collect(),
-            run_status: Arc::default(),
-        };
+        let names: Vec<String> = (0..5).map(|process| format!("process {process}")).collect();
+        let failure = |error| gather_failure(&error, &program, &WorkerPlacement::beside(2, 2), &names);
         let error =
             |stage, tensor_rank| GatherError::Snapshot { stage, replica: 0, tensor_rank, what: "it has come already" };
-        assert_eq!(failure.process(&error(2, 1)), None);
-        failure.end(&error(1, 1));
+        let unknown = error(2, 1);
+        assert_eq!(failure(unknown.clone()), LinkError::Ended { process: None, what: unknown.to_string() });
         let what = "process 4: the snapshot of stage 1, replica 0, from tensor rank 1: it has come already";
-        assert_eq!(failure.run_status.cause(), Some(LinkError::Ended { process: Some(4), what: what.to_string() }));
+        assert_eq!(failure(error(1, 1)), LinkError::Ended { process: Some(4), what: what.to_string() });
     }
 }

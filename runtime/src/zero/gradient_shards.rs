@@ -12,7 +12,8 @@
 //! added its predecessor. A replica sends a gradient only once all processes have added its last one, so that neither
 //! they nor the network hold more than one gradient per replica.
 
-use crate::comm::communicator::CollectiveError;
+use crate::comm::communicator::PEER_LOST;
+use crate::comm::members::{Members, encode};
 use crate::device::api::Device;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
@@ -20,26 +21,17 @@ use crate::device::error::DeviceError;
 use crate::device::layout::accumulation_type;
 use crate::device::memory_counter::MemoryCounter;
 use crate::device::region::Region;
-use crate::zero::remote_replicas::{RemoteReplicas, ShardMessage};
 use crate::zero::shard::ShardRange;
+use crate::zero::shard_message::{ShardMessage, Term};
 use crate::zero::weight_shards::WeightShards;
 use compiler::tensor::DType;
 use parking_lot::{Condvar, Mutex};
-use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 /// A gradient is copied to its owner in at most this many chunks, of at least so many bytes.
 const CHUNKS: usize = 32;
 const LEAST_CHUNK: usize = 64 << 10;
-
-/// A gradient term of a round.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Term {
-    pub round: u32,
-    /// Index into [`crate::exec::stage_code::StageCode::gradient_terms`].
-    pub term: usize,
-}
 
 /// The sum of a term: micro-batches added so far, and each owner's shard until the owner takes it.
 #[derive(Default)]
@@ -74,14 +66,13 @@ pub struct Arrival {
 struct Owner {
     device: Arc<dyn Device>,
     counter: Arc<MemoryCounter>,
-    /// The last round for which it has memory.
-    last: u32,
 }
 
 struct State {
+    /// By replica, those of this process that take part.
     owners: Vec<Option<Owner>>,
-    /// The last round for which replicas of other processes have memory.
-    remote_last: Vec<Option<u32>>,
+    /// The last round for which each replica has memory.
+    last: Vec<Option<u32>>,
     /// Number of processes that have not added a replica's last gradient.
     unacknowledged: Vec<usize>,
     /// True while a gradient of a replica of another process has come and is not added.
@@ -94,7 +85,7 @@ struct State {
 pub struct GradientShards {
     /// Weight shards, under ZeRO 3.
     pub weights: WeightShards,
-    remote: Arc<RemoteReplicas>,
+    replicas: Arc<Members>,
     state: Mutex<State>,
     changed: Condvar,
     /// Adds gradients from other processes.
@@ -102,39 +93,40 @@ pub struct GradientShards {
 }
 
 impl GradientShards {
-    pub fn new(remote: RemoteReplicas) -> GradientShards {
-        let (replicas, remote) = (remote.processes.len(), Arc::new(remote));
-        let (owners, remote_last) = (vec![None; replicas], vec![None; replicas]);
-        let (unacknowledged, is_early) = (vec![0; replicas], vec![false; replicas]);
-        let state = State { owners, remote_last, unacknowledged, is_early, sums: HashMap::new(), is_abandoned: false };
-        let weights = WeightShards::new(remote.clone());
+    pub fn new(replicas: Members) -> GradientShards {
+        let (count, replicas) = (replicas.count(), Arc::new(replicas));
+        let state = State {
+            owners: vec![None; count],
+            last: vec![None; count],
+            unacknowledged: vec![0; count],
+            is_early: vec![false; count],
+            sums: HashMap::new(),
+            is_abandoned: false,
+        };
+        let weights = WeightShards::new(replicas.clone());
         let (state, changed, receiver) = (Mutex::new(state), Condvar::new(), Mutex::new(None));
-        GradientShards { weights, remote, state, changed, receiver }
+        GradientShards { weights, replicas, state, changed, receiver }
     }
 
-    /// Registers a replica with its device, which will hold its shards, and its memory counter. It accepts gradients of
-    /// rounds up to `last`.
+    /// Registers a replica of this process with its device, which will hold its shards, and its memory counter. It accepts
+    /// gradients of rounds up to `last`.
     pub fn enter(&self, replica: usize, device: &Arc<dyn Device>, counter: &Arc<MemoryCounter>, last: u32) {
         if let Some(owner) = self.state.lock().owners.get_mut(replica) {
-            *owner = Some(Owner { device: device.clone(), counter: counter.clone(), last });
+            *owner = Some(Owner { device: device.clone(), counter: counter.clone() });
         }
-        self.remote.send_to_all(replica, ShardMessage::Open { last });
-        self.changed.notify_all();
+        self.open(replica, last);
     }
 
-    /// A replica accepts gradients of rounds up to `last`, after freeing earlier rounds.
+    /// A replica of this process accepts gradients of rounds up to `last`, after freeing earlier rounds.
     pub fn open(&self, replica: usize, last: u32) {
-        if let Some(Some(owner)) = self.state.lock().owners.get_mut(replica) {
-            owner.last = last.max(owner.last);
-        }
-        self.remote.send_to_all(replica, ShardMessage::Open { last });
-        self.changed.notify_all();
+        self.open_remote(replica, last);
+        self.replicas.send_to_all(replica, &encode(&ShardMessage::Open { last }), &[]);
     }
 
-    /// A replica of another process accepts gradients of rounds up to `last`.
+    /// A replica accepts gradients of rounds up to `last`.
     pub fn open_remote(&self, replica: usize, last: u32) {
-        if let Some(newest) = self.state.lock().remote_last.get_mut(replica) {
-            *newest = Some(newest.map_or(last, |newest| newest.max(last)));
+        if let Some(newest) = self.state.lock().last.get_mut(replica) {
+            *newest = Some(last).max(*newest);
         }
         self.changed.notify_all();
     }
@@ -154,23 +146,19 @@ impl GradientShards {
         (parameter, dtype): (usize, DType),
         shard: &ShardRange,
         device: &DeviceContext,
-    ) -> Result<(), CollectiveError> {
-        let (replica_number, processes) = (shard.rank(), self.remote.processes());
+    ) -> Result<(), DeviceError> {
+        let (replica_number, processes) = (shard.rank(), self.replicas.others());
         let mut state = self.state.lock();
         let owners = loop {
             if state.is_abandoned {
-                return Err(CollectiveError::PeerLost);
+                return Err(PEER_LOST);
             }
-            let has_room = |(replica, owner): (usize, &Option<Owner>)| match self.remote.is_here(replica) {
-                true => owner.as_ref().is_some_and(|owner| term.round <= owner.last),
-                false => state.remote_last[replica].is_some_and(|last| term.round <= last),
-            };
-            let is_free = state.owners.iter().enumerate().all(has_room)
+            let is_free = state.last.iter().all(|last| last.is_some_and(|last| term.round <= last))
                 && state.unacknowledged.get(replica_number).is_none_or(|count| *count == 0);
             let sum = state.sums.entry(term).or_default();
             if sum.added > before {
                 // Another process has added a gradient in the turn of this one.
-                return Err(CollectiveError::PeerLost);
+                return Err(PEER_LOST);
             }
             if is_free && sum.added == before && !sum.is_adding {
                 break state.owners.clone();
@@ -189,9 +177,9 @@ impl GradientShards {
             device.release(gradient)?;
         }
         for process in processes {
-            let owned = (0..owners.len()).filter(|replica| self.remote.process(*replica) == Some(process));
+            let owned = self.replicas.of(Some(process));
             let parts = owned.map(|replica| Arc::new(Buffer::part(gradient.clone(), range(replica)))).collect();
-            (self.remote.send)(process, replica_number, ShardMessage::Add { term, before }, parts);
+            self.replicas.send(process, replica_number, &encode(&ShardMessage::Add { term, before }), parts);
         }
         shards.resize_with(owners.len(), || None);
         for (replica, (owner, sum)) in owners.iter().zip(&mut shards).enumerate() {
@@ -217,7 +205,7 @@ impl GradientShards {
     }
 
     /// Adds gradients from other processes whose turn it is.
-    fn add_early(&self, term: Term, device: &DeviceContext) -> Result<(), CollectiveError> {
+    fn add_early(&self, term: Term, device: &DeviceContext) -> Result<(), DeviceError> {
         loop {
             let mut state = self.state.lock();
             let owners = state.owners.clone();
@@ -228,7 +216,7 @@ impl GradientShards {
             shards.resize_with(owners.len(), || None);
             let Arrival { from, dtype, parts } = arrival;
             for (replica, part) in parts {
-                let owner = owners.get(replica).and_then(Option::as_ref).ok_or(CollectiveError::PeerLost)?;
+                let owner = owners.get(replica).and_then(Option::as_ref).ok_or(PEER_LOST)?;
                 device.on(&owner.device, |on_owner| {
                     let part = on_owner.receive(part)?;
                     add_part(on_owner, dtype, part.region(), &mut shards[replica], &owner.counter)?;
@@ -237,30 +225,30 @@ impl GradientShards {
             }
             self.end(term, shards);
             self.state.lock().is_early.get_mut(from).into_iter().for_each(|is_early| *is_early = false);
-            if let Some(local) = (0..owners.len()).find(|replica| self.remote.is_here(*replica)) {
-                self.remote.send_to(local, from, ShardMessage::Added { to: from }, Vec::new());
+            if let Some(local) = self.replicas.of(None).next() {
+                self.replicas.send_to(local, from, &encode(&ShardMessage::Added { to: from }), Vec::new());
             }
         }
     }
 
     /// Takes a gradient from another process, after `before` predecessors of its round. Fails if it cannot be there.
-    pub fn arrive(&self, term: Term, before: u32, arrival: Arrival) -> Result<(), CollectiveError> {
+    pub fn arrive(&self, term: Term, before: u32, arrival: Arrival) -> Result<(), DeviceError> {
         let mut state = self.state.lock();
         let has_room = |(replica, _): &(usize, Arc<Buffer>)| {
-            state.owners.get(*replica).is_some_and(|owner| owner.as_ref().is_some_and(|owner| term.round <= owner.last))
+            state.last.get(*replica).is_some_and(|last| Some(term.round) <= *last)
         };
         if !arrival.parts.iter().all(has_room) {
-            return Err(CollectiveError::PeerLost);
+            return Err(PEER_LOST);
         }
         // A replica sends its next gradient after this one was added.
         if state.is_early.get_mut(arrival.from).is_none_or(|is_early| std::mem::replace(is_early, true)) {
-            return Err(CollectiveError::PeerLost);
+            return Err(PEER_LOST);
         }
         let device = state.owners.iter().flatten().next().map(|owner| owner.device.clone());
         let sum = state.sums.entry(term).or_default();
         let is_late = before < sum.added || (before == sum.added && sum.is_adding);
         if is_late || sum.early.insert(before, arrival).is_some() {
-            return Err(CollectiveError::PeerLost);
+            return Err(PEER_LOST);
         }
         drop(state);
         let mut receiver = self.receiver.lock();
@@ -360,7 +348,7 @@ mod tests {
     /// Arrival order must not matter; rounding would reveal a different order of addition.
     #[test]
     fn items_add_in_order() {
-        let gradient_shards = GradientShards::new(RemoteReplicas::none(2));
+        let gradient_shards = GradientShards::new(Members::here(2));
         let ledgers = [Arc::<MemoryCounter>::default(), Arc::<MemoryCounter>::default()];
         let numbers = [[1e8f32, 1.0, 2.0], [1.0, 1.0, 1.0], [-1e8, 1.0, 0.5], [0.25, 1.0, 1.0]];
         let term = Term { round: 3, term: 0 };
@@ -388,7 +376,7 @@ mod tests {
 
     #[test]
     fn nobody_waits_for_one_that_is_gone() {
-        let gradient_shards = GradientShards::new(RemoteReplicas::none(1));
+        let gradient_shards = GradientShards::new(Members::here(1));
         let share = ShardRange::of(0, 1, vec![true]);
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| {
@@ -397,7 +385,7 @@ mod tests {
                 gradient_shards.add(term, 1, &own, (0, DType::F32), &share, &device)
             });
             gradient_shards.abandon();
-            assert_eq!(waits.join().unwrap(), Err(CollectiveError::PeerLost));
+            assert_eq!(waits.join().unwrap(), Err(PEER_LOST));
         });
     }
 }

@@ -4,7 +4,6 @@
 //! gradient that aliases another tensor is added after the pass. A gathered parameter stays allocated until the first step that
 //! does not read it.
 
-use crate::comm::communicator::CollectiveError;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
@@ -15,8 +14,9 @@ use crate::exec::phase::{RoundPosition, RunPhase};
 use crate::exec::sequence::{Sequence, Slot, Step, TensorAddress};
 use crate::exec::stage_code::StageCode;
 use crate::exec::step_hook::StepHook;
-use crate::zero::gradient_shards::{GradientShards, Term};
+use crate::zero::gradient_shards::GradientShards;
 use crate::zero::shard::ShardRange;
+use crate::zero::shard_message::Term;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -81,7 +81,7 @@ impl ShardStream {
         position: RoundPosition,
         gradient: &Arc<Buffer>,
         device: &DeviceContext,
-    ) -> Result<(), CollectiveError> {
+    ) -> Result<(), DeviceError> {
         let parameter = code.gradient_terms[term].parameter;
         let parameter_type = (parameter, code.parameters[parameter].fact.dtype);
         let term = Term { round: position.round, term };
@@ -96,7 +96,7 @@ impl ShardStream {
         (version, parameter): (u32, usize),
         counter: Option<&Arc<MemoryCounter>>,
         device: &DeviceContext,
-    ) -> Result<Arc<Buffer>, CollectiveError> {
+    ) -> Result<Arc<Buffer>, DeviceError> {
         let mut buffer = device.stream.allocate(code.parameters[parameter].bytes)?;
         counter.into_iter().for_each(|counter| buffer.count_in(counter));
         let reader = self.shard.rank();
@@ -150,7 +150,7 @@ impl StepHook for ShardStream {
         is_done: bool,
         item: &mut Item,
         device: &DeviceContext,
-    ) -> Result<(), CollectiveError> {
+    ) -> Result<(), DeviceError> {
         let (moment, counter) = (&self.moments_of(phase)[step], device.ledger());
         if is_done {
             for &parameter in &moment.drops {

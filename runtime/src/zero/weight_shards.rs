@@ -5,12 +5,14 @@
 //! memory. A read waits only for a shard that is about to be published, because programs gather a version before they use it.
 //! A replica of another process is asked for its shard, which the reader holds until it has copied it.
 
-use crate::comm::communicator::CollectiveError;
+use crate::comm::communicator::PEER_LOST;
+use crate::comm::members::{Members, encode};
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
+use crate::device::error::DeviceError;
 use crate::device::region::RegionMut;
 use crate::exec::executor::Weights;
-use crate::zero::remote_replicas::{RemoteReplicas, ShardMessage};
+use crate::zero::shard_message::ShardMessage;
 use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -32,7 +34,7 @@ struct State {
 
 /// The weight shards of one stage.
 pub struct WeightShards {
-    remote: Arc<RemoteReplicas>,
+    replicas: Arc<Members>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -63,20 +65,16 @@ impl State {
 }
 
 impl WeightShards {
-    pub fn new(remote: Arc<RemoteReplicas>) -> WeightShards {
+    pub fn new(replicas: Arc<Members>) -> WeightShards {
         let (versions, expected, requests) = (HashMap::new(), HashMap::new(), HashMap::new());
         let state = State { versions, expected, requests, is_abandoned: false };
-        WeightShards { remote, state: Mutex::new(state), changed: Condvar::new() }
-    }
-
-    fn replicas(&self) -> usize {
-        self.remote.processes.len()
+        WeightShards { replicas, state: Mutex::new(state), changed: Condvar::new() }
     }
 
     /// Publishes a replica's shard of a version. Unsharded parameters are empty buffers.
     pub fn publish(&self, version: u32, replica: usize, shard: Weights) {
         let mut state = self.state.lock();
-        let entry = state.versions.entry(version).or_insert_with(|| Version::new(self.replicas()));
+        let entry = state.versions.entry(version).or_insert_with(|| Version::new(self.replicas.count()));
         if let Some(slot) = entry.shards.get_mut(replica) {
             *slot = Some(shard);
         }
@@ -95,7 +93,8 @@ impl WeightShards {
     /// Sends a shard to a reader in another process. Returns false if it is not there.
     fn answer(&self, state: &State, (reader, owner): (usize, usize), version: u32, parameter: usize) -> bool {
         let Some(shard) = state.shard(version, parameter, owner) else { return false };
-        self.remote.send_to(owner, reader, ShardMessage::Shard { to: reader, bytes: shard.len() }, vec![shard]);
+        let message = ShardMessage::Shard { to: reader, bytes: shard.len() };
+        self.replicas.send_to(owner, reader, &encode(&message), vec![shard]);
         true
     }
 
@@ -120,7 +119,7 @@ impl WeightShards {
     /// A replica of another process has released a version.
     pub fn release_remote(&self, version: u32, replica: usize) {
         let mut state = self.state.lock();
-        state.versions.entry(version).or_insert_with(|| Version::new(self.replicas()));
+        state.versions.entry(version).or_insert_with(|| Version::new(self.replicas.count()));
         state.release(version, replica);
     }
 
@@ -128,7 +127,7 @@ impl WeightShards {
     pub fn release(&self, version: u32, replica: usize) {
         let is_new = self.state.lock().release(version, replica);
         if is_new {
-            self.remote.send_to_all(replica, ShardMessage::Release { version });
+            self.replicas.send_to_all(replica, &encode(&ShardMessage::Release { version }), &[]);
         }
     }
 
@@ -139,23 +138,24 @@ impl WeightShards {
         (version, parameter): (u32, usize),
         mut to: RegionMut<'_>,
         device: &DeviceContext,
-    ) -> Result<(), CollectiveError> {
-        let is_remote = |owner: &usize| self.remote.process(*owner).is_some();
-        let remote_owners: Vec<usize> = (0..self.replicas()).filter(is_remote).collect();
+    ) -> Result<(), DeviceError> {
+        let is_remote = |owner: &usize| self.replicas.process(*owner).is_some();
+        let remote_owners: Vec<usize> = (0..self.replicas.count()).filter(is_remote).collect();
         let mut state = self.state.lock();
         for &owner in &remote_owners {
             state.expected.insert((reader, owner), None);
-            self.remote.send_to(reader, owner, ShardMessage::Read { version, parameter, of: owner }, Vec::new());
+            let message = ShardMessage::Read { version, parameter, of: owner };
+            self.replicas.send_to(reader, owner, &encode(&message), Vec::new());
         }
         let shards: Vec<Arc<Buffer>> = loop {
             if state.is_abandoned {
-                return Err(CollectiveError::PeerLost);
+                return Err(PEER_LOST);
             }
             let shard_of = |owner: usize| match is_remote(&owner) {
                 true => state.expected.get(&(reader, owner)).cloned().flatten(),
                 false => state.shard(version, parameter, owner),
             };
-            match (0..self.replicas()).map(shard_of).collect() {
+            match (0..self.replicas.count()).map(shard_of).collect() {
                 Some(shards) => break shards,
                 None => self.changed.wait(&mut state),
             }
@@ -164,7 +164,7 @@ impl WeightShards {
         drop(state);
         // A wrong shard length means that the shard is not of this parameter.
         if shards.iter().map(|shard| shard.len()).sum::<usize>() != to.len() {
-            return Err(CollectiveError::PeerLost);
+            return Err(PEER_LOST);
         }
         let mut end = 0;
         for shard in shards {
@@ -193,7 +193,7 @@ mod tests {
 
     #[test]
     fn a_version_is_read_until_all_have_let_it_go() {
-        let weight_shards = WeightShards::new(Arc::new(RemoteReplicas::none(2)));
+        let weight_shards = WeightShards::new(Arc::new(Members::here(2)));
         weight_shards.publish(3, 1, share(&[4, 5]));
         let device = DeviceContext::new(cpu(), Arc::default()).unwrap();
         let mut whole = Buffer::host(5);
@@ -206,14 +206,14 @@ mod tests {
         weight_shards.release(3, 0);
         weight_shards.read(0, (3, 0), whole.region_mut(), &device).unwrap();
         let refused = weight_shards.read(0, (3, 0), Buffer::host(4).region_mut(), &device);
-        assert_eq!(refused, Err(CollectiveError::PeerLost));
+        assert_eq!(refused, Err(PEER_LOST));
         weight_shards.release(3, 1);
         assert!(weight_shards.state.lock().versions.is_empty());
     }
 
     #[test]
     fn nobody_waits_for_one_that_is_gone() {
-        let weight_shards = WeightShards::new(Arc::new(RemoteReplicas::none(2)));
+        let weight_shards = WeightShards::new(Arc::new(Members::here(2)));
         weight_shards.publish(0, 0, share(&[1]));
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| {
@@ -221,7 +221,7 @@ mod tests {
                 weight_shards.read(1, (0, 0), Buffer::host(2).region_mut(), &device)
             });
             weight_shards.abandon();
-            assert_eq!(waits.join().unwrap(), Err(CollectiveError::PeerLost));
+            assert_eq!(waits.join().unwrap(), Err(PEER_LOST));
         });
     }
 }
