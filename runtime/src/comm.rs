@@ -7,5 +7,6 @@ pub mod channel;
 pub mod communicator;
 pub mod host_all_reduce;
 pub mod members;
+pub mod monitor;
 pub mod pipelined_all_reduce;
 pub mod tensor_group;

@@ -38,7 +38,9 @@ pub fn describe(error: &TrainError) -> Error {
             let failure = Error::negative("training stopped").because(error);
             help::link(link).into_iter().fold(failure, Error::with_help)
         }
-        TrainError::Worker(_) | TrainError::Device(_) => Error::negative("training stopped").because(error),
+        TrainError::Worker(_) | TrainError::Device(_) | TrainError::Gather(_) => {
+            Error::negative("training stopped").because(error)
+        }
         _ => Error::input("cannot train").because(error),
     }
 }

@@ -13,7 +13,7 @@ use runtime::exec::stage_code::StageCode;
 use runtime::process::process_group::Group;
 use runtime::train::job::{RunOptions, StepDone, TrainJob, Trained};
 use runtime::train::prepare::Prepared;
-use runtime::train::tensor_parallel::{TensorParallelError, run_shared_in_group};
+use runtime::train::tensor_parallel::run_shared_in_group;
 use runtime::train::tensor_shards::whole_codes;
 
 const COLLECTIVE_LATENCY: Seconds = Seconds(2e-6);
@@ -74,13 +74,7 @@ impl Sharing {
         group: Option<Group>,
     ) -> Result<Option<Trained>, Error> {
         let sharding = (&self.layouts, self.devices);
-        run_shared_in_group(training, options, sharding, on_step, group).map_err(|error| match &error {
-            TensorParallelError::Train(error) => failures::describe(error),
-            TensorParallelError::Gather(_) | TensorParallelError::Missing { .. } => {
-                Error::negative("training stopped").because(&error)
-            }
-            TensorParallelError::Weight { .. } => Error::input("cannot train").because(&error),
-        })
+        run_shared_in_group(training, options, sharding, on_step, group).map_err(|error| failures::describe(&error))
     }
 
     /// What processes that train together must have in common: the degree, the shardings of parameters, and the

@@ -20,10 +20,11 @@ use runtime::data::{Batches, Dataset, RowOrder};
 use runtime::device::sanitizer::device::sanitizer;
 use runtime::optim::optimizer::{Optimizer, Rule};
 use runtime::optim::policy::Policy;
+use runtime::train::error::TrainError;
 use runtime::train::job::{RunOptions, TrainJob, Trained};
 use runtime::train::prepare::{Settings, prepare_shared};
 use runtime::train::run::{feeds, train};
-use runtime::train::tensor_parallel::{TensorParallelError, run_shared_in_group};
+use runtime::train::tensor_parallel::run_shared_in_group;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -65,12 +66,7 @@ fn adam() -> Optimizer {
     Optimizer::from(rule)
 }
 
-fn run(
-    fixture: &Fixture,
-    replicas: &[u32],
-    devices: usize,
-    policy: &Policy,
-) -> Result<(Trained, Layouts), TensorParallelError> {
+fn run(fixture: &Fixture, replicas: &[u32], devices: usize, policy: &Policy) -> Result<(Trained, Layouts), TrainError> {
     run_on(fixture, replicas, &build_machine(devices), policy)
 }
 
@@ -79,7 +75,7 @@ fn run_on(
     replicas: &[u32],
     machine: &Machine,
     policy: &Policy,
-) -> Result<(Trained, Layouts), TensorParallelError> {
+) -> Result<(Trained, Layouts), TrainError> {
     let devices = machine.devices;
     let Batch::Symbol { name, .. } = &fixture.model.batch else {
         panic!("the batch is fixed: {:?}", fixture.model.batch)
@@ -115,7 +111,7 @@ fn run_on(
         _ => {
             let train = |options: RunOptions<'_>| {
                 let trained = run_shared_in_group(&training, options, (&prepared.layouts, devices), &mut |_| {}, None)?;
-                Ok::<_, TensorParallelError>(trained.unwrap())
+                Ok::<_, TrainError>(trained.unwrap())
             };
             let trained = train(RunOptions::default())?;
             let options = RunOptions { devices: vec![sanitizer()], ..RunOptions::default() };

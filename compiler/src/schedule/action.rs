@@ -4,8 +4,9 @@ use std::fmt;
 
 use crate::plan::StageId;
 use crate::schedule::{Instruction, MicrobatchId, Program, Slot, Version};
+use serde::{Deserialize, Serialize};
 
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash, Serialize, Deserialize)]
 pub enum Phase {
     /// `F`.
     Forward,
@@ -40,7 +41,7 @@ impl Phase {
     }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash, Serialize, Deserialize)]
 pub struct Work {
     pub stage: StageId,
     pub item: MicrobatchId,

@@ -4,10 +4,10 @@
 //! of moving averages and norms. Every member adds the same terms in the same order, so all get bitwise equal results
 //! without a leader. If members are in several processes, each process has its own copy and forwards its contributions.
 
+use crate::comm::monitor::Monitor;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use compiler::op::KernelError;
-use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -24,11 +24,6 @@ struct Collective<T> {
     readers: usize,
 }
 
-struct State<T> {
-    collectives: HashMap<u64, Collective<T>>,
-    abandoned: bool,
-}
-
 /// Forwards a local contribution to other processes: sequence number, rank, value.
 pub type Forward<T> = Box<dyn Fn(u64, usize, &T) + Send + Sync>;
 
@@ -37,8 +32,7 @@ pub struct Communicator<T> {
     members: usize,
     local_members: usize,
     forward: Option<Forward<T>>,
-    state: Mutex<State<T>>,
-    changed: Condvar,
+    collectives: Monitor<HashMap<u64, Collective<T>>>,
 }
 
 impl<T> Communicator<T> {
@@ -49,8 +43,7 @@ impl<T> Communicator<T> {
 
     /// Creates a communicator with `local_members` local members; `forward` sends their contributions to the other processes.
     pub fn among(members: usize, local_members: usize, forward: Option<Forward<T>>) -> Communicator<T> {
-        let state = Mutex::new(State { collectives: HashMap::new(), abandoned: false });
-        Communicator { members, local_members, forward, state, changed: Condvar::new() }
+        Communicator { members, local_members, forward, collectives: Monitor::new(HashMap::new()) }
     }
 
     /// True if other processes receive the contributions of local members.
@@ -68,53 +61,44 @@ impl<T> Communicator<T> {
 
     /// Records a contribution. Returns false if the rank is invalid or has already contributed.
     pub fn arrive(&self, number: u64, member: usize, part: T) -> bool {
-        let mut state = self.state.lock();
-        let members = self.members;
-        let collective = state.collectives.entry(number).or_insert_with(|| Collective {
-            contributions: (0..members).map(|_| None).collect(),
-            values: None,
-            readers: 0,
-        });
-        match collective.contributions.get_mut(member) {
-            Some(slot @ None) => *slot = Some(part),
-            _ => return false,
-        }
-        if collective.contributions.iter().all(Option::is_some) {
-            collective.values = Some(Arc::new(collective.contributions.drain(..).flatten().collect()));
-            self.changed.notify_all();
-        }
-        true
+        self.collectives.with(|collectives| {
+            let collective = collectives.entry(number).or_insert_with(|| Collective {
+                contributions: (0..self.members).map(|_| None).collect(),
+                values: None,
+                readers: 0,
+            });
+            match collective.contributions.get_mut(member) {
+                Some(slot @ None) => *slot = Some(part),
+                _ => return false,
+            }
+            if collective.contributions.iter().all(Option::is_some) {
+                collective.values = Some(Arc::new(collective.contributions.drain(..).flatten().collect()));
+            }
+            true
+        })
     }
 
     /// Blocks until all members have contributed, or one abandons. Returns the values in rank order.
     pub fn wait(&self, number: u64) -> Result<Arc<Vec<T>>, DeviceError> {
-        let mut state = self.state.lock();
-        loop {
-            if let Some(collective) = state.collectives.get_mut(&number)
-                && let Some(values) = collective.values.clone()
-            {
-                collective.readers += 1;
-                if collective.readers == self.local_members {
-                    state.collectives.remove(&number);
-                }
-                return Ok(values);
+        self.collectives.wait(|collectives| {
+            let Some(collective) = collectives.get_mut(&number) else { return Ok(None) };
+            let Some(values) = collective.values.clone() else { return Ok(None) };
+            collective.readers += 1;
+            if collective.readers == self.local_members {
+                collectives.remove(&number);
             }
-            if state.abandoned {
-                return Err(PEER_LOST);
-            }
-            self.changed.wait(&mut state);
-        }
+            Ok(Some(values))
+        })
     }
 
     /// Number of collectives that have contributions, local or remote, and that not all local members have read.
     pub fn unfinished(&self) -> usize {
-        self.state.lock().collectives.len()
+        self.collectives.with(|collectives| collectives.len())
     }
 
     /// Fails all current and future waits, after a member was lost.
     pub fn abandon(&self) {
-        self.state.lock().abandoned = true;
-        self.changed.notify_all();
+        self.collectives.abandon();
     }
 }
 
@@ -137,7 +121,7 @@ mod tests {
                 });
             }
         });
-        assert!(communicator.state.lock().collectives.is_empty());
+        assert!(communicator.unfinished() == 0);
     }
 
     #[test]
@@ -151,7 +135,7 @@ mod tests {
         communicator.contribute(3, 0, 7);
         assert_eq!(receiver.try_recv(), Ok((3, 0, 7)));
         assert_eq!(*communicator.wait(3).unwrap(), [7, 8]);
-        assert!(communicator.state.lock().collectives.is_empty());
+        assert!(communicator.unfinished() == 0);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use crate::device::buffer::Buffer;
 use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// Sends a member's message and its tensors to a process.
@@ -47,11 +47,6 @@ impl Members {
     /// The other processes.
     pub fn others(&self) -> BTreeSet<usize> {
         self.processes.iter().flatten().copied().collect()
-    }
-
-    /// The members in each other process.
-    pub fn remote(&self) -> BTreeMap<usize, BTreeSet<usize>> {
-        self.others().into_iter().map(|process| (process, self.of(Some(process)).collect())).collect()
     }
 
     /// Sends a message of member `from` to a process.

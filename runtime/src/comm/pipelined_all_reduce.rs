@@ -425,54 +425,41 @@ mod tests {
 
     #[test]
     fn what_is_not_expected_is_refused() {
-        let message = |direction, content| ChainMessage { direction, collective: Collective::AllReduce(3), content };
-        let chunk = |chunk, bytes| Content::Chunk { chunk, part: Some(Arc::new(Buffer::host(bytes))) };
+        let collective = Collective::AllReduce(3);
+        let message = |direction, content| ChainMessage { direction, collective, content };
+        let chunk = |chunk, values: &[f32]| Content::Chunk {
+            chunk,
+            part: Some(Arc::new(Buffer::host_copy(bytemuck::cast_slice(values)))),
+        };
         let (all_reduce, sent) = processes(&[0, 1, 0]).remove(0);
         drop(sent);
         let context = DeviceContext::new(cpu(), Arc::default()).unwrap();
         all_reduce.enter(0, &context.device, 0, &Arc::default()).unwrap();
         all_reduce.enter(2, &context.device, 0, &Arc::default()).unwrap();
+        let expected = || all_reduce.expected(2, Up, collective, 0).map(|(bytes, _)| bytes);
         let refused = |to, message| assert_eq!(all_reduce.arrive(to, message), Err(PEER_LOST));
         // It is in another process, does not exist, or has not contributed.
         refused(1, message(Up, Content::Ready));
         refused(7, message(Up, Content::Ready));
-        refused(2, message(Up, chunk(0, 8)));
-        let sum = upload(&context, &[1.0, 2.0]);
-        let part = Addends { dtype: DType::F32, sum, has_term: true, is_whole: true };
-        all_reduce.contribute(Collective::AllReduce(3), 2, vec![Some(part)]).unwrap();
-        refused(2, message(Up, chunk(1, 8)));
-        refused(2, message(Up, chunk(0, 4)));
-        refused(2, message(Down, chunk(0, 8)));
-        assert_eq!(
-            all_reduce.expected(2, Up, Collective::AllReduce(3), 0).map(|expected_chunk| expected_chunk.0),
-            Some(8)
-        );
+        refused(2, message(Up, chunk(0, &[0.5, 0.25])));
+        let mut sum = upload(&context, &[1.0, 2.0]);
+        let part = || vec![Some(Addends { dtype: DType::F32, sum: sum.clone(), has_term: true, is_whole: true })];
+        all_reduce.contribute(collective, 2, part()).unwrap();
+        refused(2, message(Up, chunk(1, &[0.5, 0.25])));
+        refused(2, message(Up, chunk(0, &[0.5])));
+        refused(2, message(Down, chunk(0, &[0.5, 0.25])));
+        assert_eq!(expected(), Some(8));
+        assert_eq!(all_reduce.arrive(2, message(Up, chunk(0, &[0.5, 0.25]))), Ok(()));
+        // It is taken once.
+        assert_eq!(expected(), None);
+        refused(2, message(Up, chunk(0, &[0.5, 0.25])));
         assert_eq!(all_reduce.arrive(2, message(Up, Content::Ready)), Ok(()));
         refused(2, message(Up, Content::Ready));
+        all_reduce.wait(collective, 2).unwrap();
+        all_reduce.contribute(Collective::AllReduce(4), 2, part()).unwrap();
         all_reduce.abandon();
-        assert_eq!(all_reduce.wait(Collective::AllReduce(3), 2), Err(PEER_LOST));
-    }
-
-    #[test]
-    fn a_chunk_is_taken_once() {
-        let (all_reduce, sent) = processes(&[1, 0]).remove(0);
-        drop(sent);
-        let context = DeviceContext::new(cpu(), Arc::default()).unwrap();
-        all_reduce.enter(1, &context.device, 0, &Arc::default()).unwrap();
-        let mut sum = upload(&context, &[1.0, 2.0]);
-        let part = Addends { dtype: DType::F32, sum: sum.clone(), has_term: true, is_whole: true };
-        let collective = Collective::AllReduce(0);
-        all_reduce.contribute(collective, 1, vec![Some(part)]).unwrap();
-        let chunk = || {
-            let part = Some(Arc::new(Buffer::host_copy(bytemuck::cast_slice(&[0.5f32, 0.25]))));
-            ChainMessage { direction: Up, collective, content: Content::Chunk { chunk: 0, part } }
-        };
-        assert_eq!(all_reduce.expected(1, Up, collective, 0).map(|expected_chunk| expected_chunk.0), Some(8));
-        assert_eq!(all_reduce.arrive(1, chunk()), Ok(()));
-        assert_eq!(all_reduce.expected(1, Up, collective, 0), None);
-        assert_eq!(all_reduce.arrive(1, chunk()), Err(PEER_LOST));
-        assert_eq!(all_reduce.arrive(1, ChainMessage { direction: Up, collective, content: Content::Ready }), Ok(()));
-        all_reduce.wait(collective, 1).unwrap();
+        assert_eq!(all_reduce.wait(Collective::AllReduce(4), 2), Err(PEER_LOST));
+        drop(all_reduce);
         assert_eq!(download(&context, &mut sum), [1.5, 2.25]);
     }
 }

@@ -12,7 +12,7 @@ use crate::process::fields::decode;
 use crate::process::frame::Kind;
 use crate::process::handshake::{HandshakeConnection, Hello};
 use crate::process::meeting::{HANDSHAKE_TIME, Meeting, connection};
-use crate::process::run_status::{LinkError, RunStatus};
+use crate::process::run_status::LinkError;
 use crossbeam_channel::{Sender, unbounded};
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, RandomState};
@@ -59,17 +59,20 @@ impl Handshakes {
             let Ok(socket) = stream.try_clone() else { continue };
             self.make_room();
             self.open.push((address, socket));
-            let task = HandshakeTask {
-                stream,
-                within: meeting.remaining().min(HANDSHAKE_TIME),
-                token: meeting.config.token.clone(),
-                challenge: meeting.challenge(is_exposed(address.ip()))?,
-                run_status: meeting.run_status.clone(),
-            };
+            let within = meeting.remaining().min(HANDSHAKE_TIME);
+            let (token, run_status) = (meeting.config.token.clone(), meeting.run_status.clone());
+            let challenge = meeting.challenge(is_exposed(address.ip()))?;
             let (sender, thread) = (self.results.clone(), self.threads.clone());
+            let handshake = move || {
+                let stream = Stream::tcp(stream).map_err(|error| error.to_string())?;
+                let mut connection = connection(stream, within, run_status);
+                connection.reader.source().end_at(Instant::now() + within);
+                let hello = receive_hello(&mut connection, &token, &challenge)?;
+                Ok((connection, hello))
+            };
             let thread_body = move || {
                 // The receiver may be gone.
-                drop(sender.send((address, task.run())));
+                drop(sender.send((address, handshake())));
                 drop(thread);
             };
             // If no thread can start, the connection is dropped.
@@ -104,28 +107,18 @@ impl Drop for Handshakes {
     }
 }
 
-/// A new connection.
-struct HandshakeTask {
-    stream: TcpStream,
-    within: Duration,
-    token: RunToken,
-    challenge: Challenge,
-    run_status: Arc<RunStatus>,
-}
-
-impl HandshakeTask {
-    /// Authenticates the process and reads its hello.
-    fn run(self) -> Result<(HandshakeConnection, Hello), String> {
-        let stream = Stream::tcp(self.stream).map_err(|error| error.to_string())?;
-        let mut connection = connection(stream, self.within, self.run_status);
-        connection.reader.source().end_at(Instant::now() + self.within);
-        let process = authentication::accept(&mut connection, &self.token, &self.challenge)?;
-        let hello = connection.expect(Kind::Hello).map_err(|fault| fault.to_string())??;
-        let hello = decode::<Hello>(&hello, "the hello").map_err(|fault| fault.to_string())?;
-        if hello.process as usize != process {
-            return Err(format!("it claims to be rank {} after it proved to be rank {process}", hello.process));
-        }
-        Ok((connection, hello))
+/// Authenticates a process that connects to this one, and reads its hello.
+pub fn receive_hello(
+    connection: &mut HandshakeConnection,
+    token: &RunToken,
+    challenge: &Challenge,
+) -> Result<Hello, String> {
+    let process = authentication::accept(connection, token, challenge)?;
+    let hello = connection.expect(Kind::Hello).map_err(|fault| fault.to_string())??;
+    let hello: Hello = decode(&hello, "the hello").map_err(|fault| fault.to_string())?;
+    match hello.process as usize == process {
+        true => Ok(hello),
+        false => Err(format!("it claims to be rank {} after it proved to be rank {process}", hello.process)),
     }
 }
 

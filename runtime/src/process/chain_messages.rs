@@ -2,22 +2,31 @@
 
 use crate::comm::all_reduce::{AllReduce, MOST_CHUNK};
 use crate::comm::chain::{ChainHead, ChainMessage};
+use crate::comm::members::Members;
 use crate::comm::pipelined_all_reduce::PipelinedAllReduce;
 use crate::process::fields::{Fields, check};
 use crate::process::frame::FrameError;
 use crate::process::recv_buffers::Ring;
-use crate::process::router::ContributionSink;
+use crate::process::router::GroupReceiver;
 use std::sync::Arc;
 
 /// Delivers the messages of other processes to the members of this one.
 pub struct ChainMessages {
-    pub all_reduce: Arc<PipelinedAllReduce>,
-    pub members: usize,
+    all_reduce: Arc<PipelinedAllReduce>,
+    members: usize,
     /// Upper bound of the sequence numbers.
-    pub collectives: u64,
+    collectives: u64,
 }
 
-impl ContributionSink for ChainMessages {
+impl ChainMessages {
+    /// The all-reduce of these members.
+    pub fn open(members: Members, collectives: u64) -> (Arc<PipelinedAllReduce>, ChainMessages) {
+        let (count, all_reduce) = (members.count(), Arc::new(PipelinedAllReduce::new(members)));
+        (all_reduce.clone(), ChainMessages { all_reduce, members: count, collectives })
+    }
+}
+
+impl GroupReceiver for ChainMessages {
     fn arrive(&self, from: usize, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<(), FrameError> {
         let invalid = |what| FrameError::Field { what };
         let head: ChainHead = fields.value("a message of a collective")?;

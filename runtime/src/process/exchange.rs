@@ -6,28 +6,21 @@ use crate::checkpoint::StageSnapshot;
 use crate::checkpoint::barrier::MinibatchBarrier;
 use crate::comm::channel;
 use crate::comm::channel::{Disconnected, Incoming, Message, Outgoing, channel};
-use crate::comm::communicator::{Communicator, Forward};
 use crate::comm::members::{Members, encode};
-use crate::comm::pipelined_all_reduce::PipelinedAllReduce;
 use crate::device::buffer::Buffer;
 use crate::device::memory_counter::MemoryCounter;
 use crate::exec::stage_code::StageCode;
-use crate::process::chain_messages::ChainMessages;
 use crate::process::connection::{DeadlineReader, Hangup, Outbound};
 use crate::process::frame::{FrameReader, FrameWriter, Kind};
 use crate::process::parts::PartForm;
 use crate::process::process_group::Group;
-use crate::process::router::{ContributionSink, Gathering, Route, Routes};
+use crate::process::router::{Gathering, GroupReceiver, Route, Routes};
 use crate::process::run_status::{LinkError, RunStatus};
-use crate::process::shard_messages::ShardMessages;
 use crate::process::stop::StopAgreement;
 use crate::process::tensor_links::{Offered, TensorLinks, connect};
-use crate::process::wire::{Contribution, RemoteCommunicator};
 use crate::process::worker_result::Leaving;
 use crate::process::{connection, parts, worker_result};
 use crate::stage::worker::{Event, WorkerResult};
-use crate::zero::gradient_shards::GradientShards;
-use crate::zero::shard::ShardRange;
 use compiler::op::Value;
 use compiler::schedule::Program;
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
@@ -55,7 +48,7 @@ pub struct Exchange<'a> {
     queues: Queues,
     connections: Vec<ConnectionThreads<'a>>,
     channels: u32,
-    communicators: u32,
+    groups: u32,
     outcomes: Receiver<(usize, WorkerResult)>,
     released: Receiver<()>,
     /// On other processes: one token for each snapshot that process 0 can take.
@@ -130,7 +123,7 @@ impl<'a> Exchange<'a> {
                 placement,
                 channels: HashMap::new(),
                 posted: HashMap::new(),
-                communicators: HashMap::new(),
+                groups: HashMap::new(),
                 link: links.as_ref().map(|links| links.incoming.clone()),
                 gathering,
                 stop_agreement: None,
@@ -161,7 +154,7 @@ impl<'a> Exchange<'a> {
             queues,
             connections,
             channels: 0,
-            communicators: 0,
+            groups: 0,
             outcomes,
             released,
             snapshot_tokens,
@@ -249,49 +242,15 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Creates a communicator of these global ranks, one per member. Sequence numbers are below `collectives`, and so many
-    /// collectives may be unfinished at once.
-    pub fn communicator<T: Contribution>(
+    /// Opens a group of these global ranks, of which some are in this process. `make` creates it, and what receives the
+    /// messages of members in other processes. `None` if all or none of the ranks are here.
+    pub fn open<G, S: GroupReceiver + 'static>(
         &mut self,
-        members: &[usize],
-        form: T::Form,
-        (collectives, most_unfinished): (u64, usize),
-    ) -> Result<Arc<Communicator<T>>, LinkError> {
-        let count = members.len();
-        let Some((number, members)) = self.begin_communicator(members)? else {
-            return Ok(Arc::new(Communicator::new(count)));
-        };
-        let remote_members = members.remote();
-        let local_members = members.of(None).count();
-        let forward: Forward<T> = Box::new(move |collective, member, part| {
-            let (content, tensors) = part.pack();
-            members.send_to_all(member, &[encode(&collective), content].concat(), &tensors);
-        });
-        let communicator = Arc::new(Communicator::among(count, local_members, Some(forward)));
-        let remote = RemoteCommunicator { communicator: communicator.clone(), form, collectives, most_unfinished };
-        self.deliver(number, Arc::new(remote), remote_members)?;
-        Ok(communicator)
-    }
-
-    /// Creates the all-reduce of a stage's replicas, whose global ranks these are. Sequence numbers are below
-    /// `collectives`. `None` if all or none of them are in this process.
-    pub fn all_reduce(
-        &mut self,
-        members: &[usize],
-        collectives: u64,
-    ) -> Result<Option<Arc<PipelinedAllReduce>>, LinkError> {
-        let Some((number, members)) = self.begin_communicator(members)? else { return Ok(None) };
-        let (count, remote_members) = (members.count(), members.remote());
-        let all_reduce = Arc::new(PipelinedAllReduce::new(members));
-        let sink = ChainMessages { all_reduce: all_reduce.clone(), members: count, collectives };
-        self.deliver(number, Arc::new(sink), remote_members)?;
-        Ok(Some(all_reduce))
-    }
-
-    /// The next communicator's number, and where its global ranks are. `None` if all or none of them are in this process.
-    fn begin_communicator(&mut self, ranks: &[usize]) -> Result<Option<(u32, Members)>, LinkError> {
-        let number = self.communicators;
-        self.communicators += 1;
+        ranks: &[usize],
+        make: impl FnOnce(Members) -> (Arc<G>, S),
+    ) -> Result<Option<Arc<G>>, LinkError> {
+        let number = self.groups;
+        self.groups += 1;
         let remote_process =
             |rank: &usize| (!self.is_here(*rank)).then(|| self.group.config.placement.processes_of_ranks[*rank]);
         let processes: Vec<Option<usize>> = ranks.iter().map(remote_process).collect();
@@ -307,40 +266,15 @@ impl<'a> Exchange<'a> {
                 let _ = queue.send(Outbound { kind: Kind::Part, head, bodies });
             }
         };
-        Ok(Some((number, Members::new(processes, Box::new(link)))))
-    }
-
-    /// Lets the members in other processes contribute to communicator `number`.
-    fn deliver(
-        &mut self,
-        number: u32,
-        sink: Arc<dyn ContributionSink>,
-        remote: BTreeMap<usize, BTreeSet<usize>>,
-    ) -> Result<(), LinkError> {
-        for (process, members) in remote {
-            self.connection(process)?.1.communicators.insert(number, (sink.clone(), members));
+        let members = Members::new(processes, Box::new(link));
+        let others: Vec<(usize, BTreeSet<usize>)> =
+            members.others().into_iter().map(|process| (process, members.of(Some(process)).collect())).collect();
+        let (group, receiver) = make(members);
+        let receiver: Arc<dyn GroupReceiver> = Arc::new(receiver);
+        for (process, members) in others {
+            self.connection(process)?.1.groups.insert(number, (receiver.clone(), members));
         }
-        Ok(())
-    }
-
-    /// Creates the gradient and weight shards of a stage's replicas, whose global ranks these are. Rounds, versions and
-    /// micro-batches are below `rounds`; `shard` is that of any replica.
-    pub fn shards(
-        &mut self,
-        members: &[usize],
-        shard: ShardRange,
-        code: &StageCode,
-        rounds: u32,
-    ) -> Result<Arc<GradientShards>, LinkError> {
-        let count = members.len();
-        let Some((number, members)) = self.begin_communicator(members)? else {
-            return Ok(Arc::new(GradientShards::new(Members::here(count))));
-        };
-        let (local_members, remote_members) = (members.of(None).collect(), members.remote());
-        let shards = Arc::new(GradientShards::new(members));
-        let sink = Arc::new(ShardMessages::new(shards.clone(), local_members, shard, code, rounds));
-        self.deliver(number, sink, remote_members)?;
-        Ok(shards)
+        Ok(Some(group))
     }
 
     /// Starts the reader and writer threads.

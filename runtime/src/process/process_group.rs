@@ -5,7 +5,7 @@
 //! process 0 starts the run.
 
 use crate::comm::members::encode;
-use crate::process::accept::{Accepted, gather};
+use crate::process::accept::{Accepted, gather, receive_hello};
 use crate::process::authentication;
 use crate::process::connection::{NO_DATA, RUN_OVER, Stream};
 use crate::process::dial::{dial, introduce, is_lost};
@@ -102,15 +102,15 @@ pub fn connect(
     run_status: &Arc<RunStatus>,
     notice: &dyn Fn(Notice),
 ) -> Result<Connected, LinkError> {
-    let joiner = Joiner { config, run_status, meeting: &Meeting::new(names, config, run_status, notice) };
+    let meeting = Meeting::new(names, config, run_status, notice);
     let ((connections, roster), carrier) = match mode {
-        JoinMode::Port(port) => (joiner.open(&port)?, None),
-        JoinMode::Outside => (joiner.enter(lines)?, None),
-        JoinMode::Open(streams, carrier) => (joiner.join_connected(streams, lines)?, Some(carrier)),
+        JoinMode::Port(port) => (meeting.open(&port)?, None),
+        JoinMode::Outside => (meeting.enter(lines)?, None),
+        JoinMode::Open(streams, carrier) => (meeting.join_connected(streams, lines)?, Some(carrier)),
     };
     let describe =
         |(name, entry): (&String, &RosterEntry)| format!("{name}, process {} at {}", entry.pid, entry.address);
-    let names = joiner.meeting.names.iter().zip(&roster).map(describe).collect();
+    let names = meeting.names.iter().zip(&roster).map(describe).collect();
     Ok(Connected { connections, names, carrier })
 }
 
@@ -128,13 +128,7 @@ pub type Connections = BTreeMap<usize, HandshakeConnection>;
 type StepResult = Result<Result<(), String>, FrameError>;
 
 /// The steps of joining a run.
-struct Joiner<'a> {
-    config: &'a ProcessConfig,
-    run_status: &'a Arc<RunStatus>,
-    meeting: &'a Meeting<'a>,
-}
-
-impl Joiner<'_> {
+impl Meeting<'_> {
     fn hello(&self, address: String) -> Hello {
         Hello {
             process: self.config.process as u32,
@@ -148,7 +142,7 @@ impl Joiner<'_> {
     fn open(&self, port: &TcpListener) -> Result<(Connections, Vec<RosterEntry>), LinkError> {
         let hello = self.hello(self.listening_address(port)?);
         let expected = (1..self.config.placement.processes).collect();
-        let accepted = gather(self.meeting, port, expected, &hello)?;
+        let accepted = gather(self, port, expected, &hello)?;
         self.begin(accepted, hello)
     }
 
@@ -182,7 +176,7 @@ impl Joiner<'_> {
         step: &dyn Fn(&mut HandshakeConnection) -> StepResult,
     ) -> Result<(), LinkError> {
         for (&process, connection) in connections {
-            let peer = self.meeting.names[process].clone();
+            let peer = self.names[process].clone();
             match step(connection) {
                 Ok(Ok(())) => {}
                 Ok(Err(what)) => return Err(LinkError::Failed { process, peer, what }),
@@ -200,7 +194,7 @@ impl Joiner<'_> {
         let process = self.config.process;
         let first = self.config.first_address.clone();
         let mut port = self.config.listen.as_deref().map(listen).transpose()?;
-        let mut connection = dial(self.meeting, &first, 0, &mut |local| {
+        let mut connection = dial(self, &first, 0, &mut |local| {
             let port = match &mut port {
                 Some(port) => &*port,
                 empty => empty.insert(listen(&SocketAddr::new(local.ip(), 0).to_string())?),
@@ -215,10 +209,10 @@ impl Joiner<'_> {
         let mut connections = Connections::new();
         for &(lower, _) in lines.iter().filter(|(lower, higher)| *lower > 0 && *higher == process) {
             let address = roster[lower].address.clone();
-            connections.insert(lower, dial(self.meeting, &address, lower, &mut |_| Ok(hello.clone()))?);
+            connections.insert(lower, dial(self, &address, lower, &mut |_| Ok(hello.clone()))?);
         }
         let expected = lines.iter().filter(|(lower, _)| *lower == process).map(|(_, higher)| *higher).collect();
-        let accepted = gather(self.meeting, &port, expected, &hello)?;
+        let accepted = gather(self, &port, expected, &hello)?;
         connections.extend(accepted.into_iter().map(|(process, (connection, _))| (process, connection)));
         self.start(&mut connection, &first)?;
         connections.insert(0, connection);
@@ -264,11 +258,10 @@ impl Joiner<'_> {
 
     /// Authenticates with a lower-numbered process that is already connected.
     fn handshake(&self, stream: Stream, process: usize, hello: &Hello) -> Result<HandshakeConnection, LinkError> {
-        let (mut connection, address) =
-            (self.meeting.connection(stream, self.meeting.remaining()), format!("rank {process}"));
-        authentication::connect(&mut connection, &self.config.token, &self.meeting.challenge(false)?, process)
-            .map_err(|what| self.meeting.run_failure_or(LinkError::Another { peer: address.clone(), what }))?;
-        introduce(self.meeting, connection, &address, hello)
+        let (mut connection, address) = (self.connection(stream, self.remaining()), format!("rank {process}"));
+        authentication::connect(&mut connection, &self.config.token, &self.challenge(false)?, process)
+            .map_err(|what| self.run_failure_or(LinkError::Another { peer: address.clone(), what }))?;
+        introduce(self, connection, &address, hello)
     }
 
     /// Authenticates with a higher-numbered process that is already connected, reads its hello and welcomes it.
@@ -278,25 +271,21 @@ impl Joiner<'_> {
         stream: Stream,
         own: &Hello,
     ) -> Result<(HandshakeConnection, Hello), LinkError> {
-        let lost = |fault| {
-            let peer = self.meeting.names[process].clone();
-            self.meeting.run_failure_or(LinkError::Lost { process, peer, doing: None, fault })
-        };
-        let failed = |what| LinkError::Failed { process, peer: self.meeting.names[process].clone(), what };
-        let mut connection = self.meeting.connection(stream, self.meeting.remaining());
-        let proved = authentication::accept(&mut connection, &self.config.token, &self.meeting.challenge(false)?)
-            .map_err(|what| self.meeting.run_failure_or(failed(what)))?;
-        let content = connection.expect(Kind::Hello).map_err(lost)?.map_err(failed)?;
-        let hello: Hello = decode(&content, "the hello").map_err(lost)?;
-        let check = match [proved, hello.process as usize] == [process; 2] {
+        let peer = self.names[process].clone();
+        let mut connection = self.connection(stream, self.remaining());
+        let hello = receive_hello(&mut connection, &self.config.token, &self.challenge(false)?)
+            .map_err(|what| self.run_failure_or(LinkError::Failed { process, peer: peer.clone(), what }))?;
+        let check = match hello.process as usize == process {
             true => hello.check_matches(own),
-            false => Err(format!("it proved to be rank {proved} and claims to be {}", hello.process)),
+            false => Err(format!("it claims to be rank {}, not {process}", hello.process)),
         };
         if let Err(what) = check {
             connection.refuse(&what);
             return Err(LinkError::Another { peer: format!("process {} at {}", hello.pid, hello.address), what });
         }
-        connection.send_frame(Kind::Welcome, &[]).map_err(lost)?;
+        let welcomed = connection.send_frame(Kind::Welcome, &[]);
+        let lost = |fault| self.run_failure_or(LinkError::Lost { process, peer, doing: None, fault });
+        welcomed.map_err(lost)?;
         Ok((connection, hello))
     }
 
@@ -335,14 +324,14 @@ impl Joiner<'_> {
         first: &str,
     ) -> Result<Vec<u8>, LinkError> {
         // Process 0 says which processes are missing when its own time is over.
-        connection.reader.source().renew(self.meeting.remaining() + REFUSAL_TIME);
+        connection.reader.source().renew(self.remaining() + REFUSAL_TIME);
         let content = connection.expect(kind).map_err(|fault| self.first_lost(first, fault))?;
         content.map_err(|why| LinkError::NotStarted { address: first.to_string(), why })
     }
 
     fn first_lost(&self, first: &str, fault: FrameError) -> LinkError {
         let address = first.to_string();
-        self.meeting.run_failure_or(match fault {
+        self.run_failure_or(match fault {
             FrameError::System { kind: NO_DATA, .. } => {
                 let seconds = self.config.connect_timeout.as_secs_f64();
                 let why = format!("it waited over {seconds} s, probably for other processes");

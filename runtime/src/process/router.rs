@@ -35,11 +35,11 @@ pub struct Route {
     pub tensors: Vec<(Value, usize, usize)>,
 }
 
-/// A communicator with members in other processes.
-pub trait ContributionSink: Send + Sync {
-    /// Reads the contribution of a member.
+/// Receives the messages of a group's members in other processes.
+pub trait GroupReceiver: Send + Sync {
+    /// Reads a message of a member.
     fn arrive(&self, member: usize, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<(), FrameError>;
-    /// Maximum bytes of a contribution.
+    /// Maximum bytes of a message.
     fn most(&self) -> usize;
     /// Fails all waits, after the process was lost.
     fn abandon(&self);
@@ -70,8 +70,8 @@ pub struct Routes<'a> {
     pub channels: HashMap<u32, Route>,
     /// Channels on which it receives.
     pub posted: HashMap<u32, Sender<()>>,
-    /// Communicators, with the ranks that are its workers.
-    pub communicators: HashMap<u32, (Arc<dyn ContributionSink>, BTreeSet<usize>)>,
+    /// Groups, with their members in the process.
+    pub groups: HashMap<u32, (Arc<dyn GroupReceiver>, BTreeSet<usize>)>,
     /// Brings the tensors that are not in frames.
     pub link: Option<Arc<dyn TensorLink>>,
     /// On process 0.
@@ -110,7 +110,7 @@ impl Routes<'_> {
             }
         }
         if run_status.cause().is_some() {
-            self.communicators.values().for_each(|(sink, _)| sink.abandon());
+            self.groups.values().for_each(|(receiver, _)| receiver.abandon());
         }
     }
 
@@ -126,7 +126,7 @@ impl Routes<'_> {
         let message =
             |route: &Route| route.tensors.iter().fold(16usize, |sum, (_, _, bytes)| sum.saturating_add(*bytes));
         let messages = self.channels.values().map(message);
-        let parts = self.communicators.values().map(|(sink, _)| sink.most().saturating_add(24));
+        let parts = self.groups.values().map(|(receiver, _)| receiver.most().saturating_add(24));
         let results = self.gathering.as_ref().map(|_| self.max_result);
         let takes_snapshots = self.gathering.as_ref().filter(|gathering| gathering.snapshots.is_some());
         let snapshots = takes_snapshots.map(|gathering| gathering.form.max_bytes());
@@ -169,9 +169,9 @@ impl Routes<'_> {
             }
             Kind::Part => {
                 let (number, member): (u32, usize) = fields.value("the collective")?;
-                let (sink, members) = self.communicators.get(&number).ok_or_else(unknown("the collective"))?;
+                let (receiver, members) = self.groups.get(&number).ok_or_else(unknown("the collective"))?;
                 check(members.contains(&member), "the member of a collective")?;
-                sink.arrive(member, &mut fields, ring)?;
+                receiver.arrive(member, &mut fields, ring)?;
             }
             Kind::Heartbeat => {
                 for rank in self.placement.ranks(self.process) {

@@ -1,12 +1,13 @@
 //! Messages of ZeRO 2 and 3 between processes, in `Part` frames.
 
+use crate::comm::members::Members;
 use crate::device::buffer::Buffer;
 use crate::device::layout::{accumulation_bytes, accumulation_type};
 use crate::exec::stage_code::{GradientTerm, StageCode};
 use crate::process::fields::{Fields, check};
 use crate::process::frame::FrameError;
 use crate::process::recv_buffers::Ring;
-use crate::process::router::ContributionSink;
+use crate::process::router::GroupReceiver;
 use crate::zero::gradient_shards::{Arrival, GradientShards};
 use crate::zero::shard::ShardRange;
 use crate::zero::shard_message::ShardMessage;
@@ -34,14 +35,15 @@ pub struct ShardMessages {
 }
 
 impl ShardMessages {
-    /// `shard` is that of any replica.
-    pub fn new(
-        shards: Arc<GradientShards>,
-        local_replicas: Vec<usize>,
+    /// The shards of these replicas. `shard` is that of any replica.
+    pub fn open(
+        replicas: Members,
         shard: ShardRange,
         code: &StageCode,
         rounds: u32,
-    ) -> ShardMessages {
+    ) -> (Arc<GradientShards>, ShardMessages) {
+        let local_replicas = replicas.of(None).collect();
+        let shards = Arc::new(GradientShards::new(replicas));
         let term = |term: &GradientTerm| {
             let dtype = code.parameters[term.parameter].fact.dtype;
             let bytes = accumulation_bytes(dtype, term.address.bytes);
@@ -49,7 +51,7 @@ impl ShardMessages {
         };
         let terms = code.gradient_terms.iter().map(term).collect();
         let parameters = code.parameters.iter().map(|named| named.bytes).collect();
-        ShardMessages { shards, local_replicas, shard, terms, parameters, rounds }
+        (shards.clone(), ShardMessages { shards, local_replicas, shard, terms, parameters, rounds })
     }
 
     /// Checks that a replica is in this process.
@@ -70,7 +72,7 @@ impl ShardMessages {
     }
 }
 
-impl ContributionSink for ShardMessages {
+impl GroupReceiver for ShardMessages {
     fn arrive(&self, from: usize, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<(), FrameError> {
         let message = fields.value("a message of shards")?;
         match message {
@@ -124,7 +126,7 @@ impl ContributionSink for ShardMessages {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::members::{Members, encode};
+    use crate::comm::members::encode;
     use crate::device::cpu::device::cpu;
     use crate::zero::shard_message::Term;
 

@@ -15,7 +15,7 @@ use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use crate::process::handshake::LONGEST;
 use crate::process::process_group::{Group, read_failure};
 use crate::process::run_status::{LinkError, RunStatus, abort, abort_reason};
-use crossbeam_channel::{Receiver, Sender, unbounded};
+use crossbeam_channel::{Receiver, unbounded};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, Write};
@@ -68,11 +68,8 @@ pub fn connect(group: &mut Group, offer: Option<Offered>, operands: &Arc<MemoryC
     let (process, peer) = (group.config.process, group.names[group.config.process].clone());
     let links = match offer {
         None => return Ok(Links::new()),
-        Some(Ok(transport)) => {
-            let pairs = pairs(group, transport.as_deref());
-            let operands = operands.clone();
-            pairs.and_then(|pairs| open(group, transport.map(|transport| Opening { transport, pairs, operands })))
-        }
+        Some(Ok(transport)) => pairs(group, transport.as_deref())
+            .and_then(|pairs| open(group, transport.map(|transport| (transport, pairs)), operands)),
         Some(Err(what)) => Err(LinkError::Failed { process, peer, what }),
     };
     if let Err(cause) = &links {
@@ -144,27 +141,6 @@ fn pairs(group: &mut Group, transport: Option<&dyn Transport>) -> Result<Vec<Pai
     Ok(pairs)
 }
 
-/// The links that a process opens.
-struct Opening {
-    transport: Arc<dyn Transport>,
-    pairs: Vec<Pair>,
-    operands: Arc<MemoryCounter>,
-}
-
-impl Opening {
-    /// Opens all links in order, until one fails.
-    fn run(self, events: &Sender<Event>) {
-        for pair in self.pairs {
-            let links = pair.open(&*self.transport, &self.operands);
-            let is_open = links.is_ok();
-            // The receiver is gone if the wait was too long.
-            if events.send(Event::Opened(pair.process, links)).is_err() || !is_open {
-                return;
-            }
-        }
-    }
-}
-
 /// What a process learns while links are opened.
 enum Event {
     /// The links to a process are open, or why not.
@@ -176,16 +152,30 @@ enum Event {
 /// Opens the links, and waits until all processes have. Each tells process 0, which then tells all.
 ///
 /// NCCL waits for a peer without a limit. It does so on a thread of its own, which a failed run leaves behind.
-fn open(group: &mut Group, opening: Option<Opening>) -> Result<Links, LinkError> {
+fn open(
+    group: &mut Group,
+    opening: Option<(Arc<dyn Transport>, Vec<Pair>)>,
+    operands: &Arc<MemoryCounter>,
+) -> Result<Links, LinkError> {
     let (sender, events) = unbounded();
     let process_number = group.config.process;
-    let missing: VecDeque<usize> =
-        opening.iter().flat_map(|opening| opening.pairs.iter().map(|pair| pair.process)).collect();
+    let missing: VecDeque<usize> = opening.iter().flat_map(|(_, pairs)| pairs).map(|pair| pair.process).collect();
     let thread_error =
         |error: io::Error| LinkError::Ended { process: None, what: format!("cannot start a thread: {error}") };
-    if let Some(opening) = opening.filter(|_| !missing.is_empty()) {
-        let sender = sender.clone();
-        Builder::new().name("links".into()).spawn(move || opening.run(&sender)).map_err(thread_error)?;
+    if let Some((transport, pairs)) = opening.filter(|_| !missing.is_empty()) {
+        let (sender, operands) = (sender.clone(), operands.clone());
+        // All links in order, until one fails.
+        let open_all = move || {
+            for pair in pairs {
+                let links = pair.open(&*transport, &operands);
+                let is_open = links.is_ok();
+                // The receiver is gone if the wait was too long.
+                if sender.send(Event::Opened(pair.process, links)).is_err() || !is_open {
+                    return;
+                }
+            }
+        };
+        Builder::new().name("links".into()).spawn(open_all).map_err(thread_error)?;
     }
     let Group { connections, names, config: part, run_status, .. } = group;
     let names = &*names;

@@ -3,15 +3,14 @@
 //! All processes compile the same stages. So the tensors that a frame may hold and their sizes are known, and anything else
 //! is refused.
 
-use crate::comm::communicator::{Communicator, Tensors};
-use crate::comm::members::encode;
+use crate::comm::communicator::{Communicator, Forward, Tensors};
+use crate::comm::members::{Members, encode};
 use crate::device::buffer::Buffer;
-use crate::exec::stage_code::StageCode;
 use crate::optim::grad_norm::Squares;
 use crate::process::fields::{Fields, check};
 use crate::process::frame::FrameError;
 use crate::process::recv_buffers::Ring;
-use crate::process::router::ContributionSink;
+use crate::process::router::GroupReceiver;
 use crate::stage::gradient_buckets::BucketContribution;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -40,7 +39,24 @@ pub struct RemoteCommunicator<T: Contribution> {
     pub most_unfinished: usize,
 }
 
-impl<T: Contribution> ContributionSink for RemoteCommunicator<T> {
+impl<T: Contribution> RemoteCommunicator<T> {
+    /// A communicator of these members.
+    pub fn open(
+        members: Members,
+        form: T::Form,
+        (collectives, most_unfinished): (u64, usize),
+    ) -> (Arc<Communicator<T>>, RemoteCommunicator<T>) {
+        let (count, local) = (members.count(), members.of(None).count());
+        let forward: Forward<T> = Box::new(move |collective, member, part| {
+            let (content, tensors) = part.pack();
+            members.send_to_all(member, &[encode(&collective), content].concat(), &tensors);
+        });
+        let communicator = Arc::new(Communicator::among(count, local, Some(forward)));
+        (communicator.clone(), RemoteCommunicator { communicator, form, collectives, most_unfinished })
+    }
+}
+
+impl<T: Contribution> GroupReceiver for RemoteCommunicator<T> {
     fn arrive(&self, member: usize, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<(), FrameError> {
         let number = fields.value("the number of a collective")?;
         check(number < self.collectives, "the number of a collective")?;
@@ -62,23 +78,12 @@ impl<T: Contribution> ContributionSink for RemoteCommunicator<T> {
 /// Valid contents of a [`BucketContribution`].
 pub struct ContributionForm {
     /// Number of gradient terms.
-    terms: usize,
+    pub terms: usize,
     /// Bytes of a micro-batch's moving-average samples.
-    samples: Vec<usize>,
-    items: u32,
+    pub samples: Vec<usize>,
+    pub items: u32,
     /// Maximum number of micro-batches per contribution.
-    most_items: usize,
-}
-
-impl ContributionForm {
-    pub fn of(code: &StageCode, items: u32, most_items: usize) -> ContributionForm {
-        ContributionForm {
-            terms: code.gradient_terms.len(),
-            samples: code.state_updates.iter().map(|update| update.sample.bytes).collect(),
-            items,
-            most_items,
-        }
-    }
+    pub most_items: usize,
 }
 
 impl Contribution for BucketContribution {
@@ -207,9 +212,8 @@ mod tests {
 
     #[test]
     fn operands_come_once_and_not_too_early() {
-        let communicator = Arc::new(Communicator::among(2, 1, None));
-        let remote =
-            RemoteCommunicator { communicator: communicator.clone(), form: form(), collectives: 9, most_unfinished: 2 };
+        let members = Members::new(vec![None, Some(1)], Box::new(|_, _, _, _| {}));
+        let (communicator, remote) = RemoteCommunicator::open(members, form(), (9, 2));
         let operand = || vec![tensor(0, &[1, 2, 3, 4])];
         let arrive = |number: u64, member: usize| {
             let content = [encode(&number), packed(&operand())].concat();

@@ -9,14 +9,13 @@ use crate::process::fields::{Fields, check};
 use crate::process::frame::{FrameError, Kind};
 use crate::stage::worker::{MOST_SPANS, Span, Work, WorkerResult};
 use compiler::plan::StageId;
-use compiler::schedule::action::Phase;
-use compiler::schedule::{MicrobatchId, Program, action};
+use compiler::schedule::{Program, action};
 use std::sync::Arc;
 
 /// Spans per frame.
 const SPANS: usize = 1 << 14;
-/// Maximum bytes of a span: type, two numbers, start and end.
-const SPAN: usize = 1 + 5 + 5 + 8 + 8;
+/// Maximum bytes of a span: type, phase, two numbers, start and end.
+const SPAN: usize = 1 + 1 + 5 + 5 + 8 + 8;
 /// Maximum bytes of the numbers before a tensor or spans.
 const BEFORE: usize = 32;
 
@@ -35,40 +34,22 @@ pub fn result_frames(program: &Program, (worker, rank): (usize, usize), outcome:
     }
     for spans in outcome.spans.chunks(SPANS) {
         let mut head = encode(&rank);
-        spans.iter().for_each(|span| head.extend(encode_span(span)));
+        spans.iter().for_each(|span| head.extend(encode(span)));
         frames.push(Outbound { kind: Kind::Spans, head, bodies: Vec::new() });
     }
     frames.push(Outbound::of(Kind::Left, &(rank, outcome.peak_memory_bytes, outcome.checkpoint_bytes)));
     frames
 }
 
-fn encode_span(span: &Span) -> Vec<u8> {
-    let (kind, stage, number) = match span.work {
-        Work::Compute(action::Work { stage, item, part }) => {
-            (Phase::ALL.iter().position(|phase| *phase == part).unwrap_or(0) as u8, stage.0, item.0)
+/// Checks a span of a worker.
+fn check_span(span: &Span, stages: u32) -> Result<(), FrameError> {
+    let is_stage = match span.work {
+        Work::Compute(action::Work { stage, .. }) | Work::Recompute(stage, _) | Work::Step(stage, _) => {
+            stage.0 < stages
         }
-        Work::Recompute(stage, item) => (4, stage.0, item.0),
-        Work::Wait => (5, 0, 0),
-        Work::Step(stage, version) => (6, stage.0, version),
+        Work::Wait => true,
     };
-    encode(&(kind, stage, number, span.start, span.end))
-}
-
-fn span(fields: &mut Fields<'_>, stages: u32) -> Result<Span, FrameError> {
-    let what = "a span";
-    let (kind, stage, number, start, end): (u8, u32, u32, f64, f64) = fields.value(what)?;
-    check(stage < stages && start.is_finite() && end.is_finite(), what)?;
-    let stage = StageId(stage);
-    let work = match kind {
-        4 => Work::Recompute(stage, MicrobatchId(number)),
-        5 => Work::Wait,
-        6 => Work::Step(stage, number),
-        part => {
-            let part = *Phase::ALL.get(usize::from(part)).ok_or(FrameError::Field { what })?;
-            Work::Compute(action::Work { stage, item: MicrobatchId(number), part })
-        }
-    };
-    Ok(Span { work, start, end })
+    check(is_stage && span.start.is_finite() && span.end.is_finite(), "a span")
 }
 
 /// The partial result of a worker in another process.
@@ -101,7 +82,9 @@ impl<'a> Leaving<'a> {
     pub fn spans(&mut self, fields: &mut Fields<'_>, stages: u32) -> Result<(), FrameError> {
         while fields.end().is_err() {
             check(self.spans.len() < MOST_SPANS, "the number of spans")?;
-            self.spans.push(span(fields, stages)?);
+            let span = fields.value("a span")?;
+            check_span(&span, stages)?;
+            self.spans.push(span);
         }
         Ok(())
     }
@@ -142,18 +125,18 @@ pub fn max_bytes(codes: &[StageCode]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use compiler::schedule::MicrobatchId;
+    use compiler::schedule::action::Phase;
 
     #[test]
-    fn spans_read_back() {
-        let part = |part| Work::Compute(action::Work { stage: StageId(1), item: MicrobatchId(7), part });
-        let mut works = Phase::ALL.map(part).to_vec();
-        works.extend([Work::Recompute(StageId(1), MicrobatchId(3)), Work::Wait, Work::Step(StageId(0), 9)]);
-        for work in works {
-            let expected = Span { work, start: 0.25, end: 0.5 };
-            let mut bytes = encode_span(&expected);
-            assert_eq!(span(&mut Fields::of(&bytes), 2), Ok(expected));
-            bytes[0] = 7;
-            assert!(span(&mut Fields::of(&bytes), 2).is_err() && bytes.len() <= SPAN);
-        }
+    fn spans_are_short_and_of_a_stage() {
+        let part = Phase::BackwardWeight;
+        let work = Work::Compute(action::Work { stage: StageId(u32::MAX), item: MicrobatchId(u32::MAX), part });
+        let span = Span { work, start: 0.25, end: f64::MAX };
+        assert!(encode(&span).len() <= SPAN);
+        assert_eq!(check_span(&span, u32::MAX), Err(FrameError::Field { what: "a span" }));
+        let span = Span { work: Work::Wait, ..span };
+        assert_eq!(check_span(&span, 0), Ok(()));
+        assert!(check_span(&Span { start: f64::NAN, ..span }, 0).is_err());
     }
 }

@@ -72,14 +72,6 @@ impl RoundGradients {
         }
     }
 
-    pub fn buckets(&self) -> u32 {
-        self.buckets
-    }
-
-    pub fn items(&self) -> u64 {
-        self.items
-    }
-
     pub fn bucket_of(&self, parameter: usize) -> u32 {
         self.bucket_of_parameter[parameter]
     }

@@ -159,8 +159,13 @@ impl<'a> StageWorker<'a> {
             ParameterUpdater::new(code, config.optimizer, masters, staleness, shard.clone(), &executor.device)?;
         counter.add(updater.bytes() + state_bytes + code.arena_bytes);
         if shard.has_weight_shards() {
-            first =
-                crate::stage::shard_versions::initial_shards(&shard, code, first, resume.as_mut(), &executor.device)?;
+            let shards = shard.shard_weights(&code.parameters, &first, &executor.device)?;
+            // Older versions of a resumed run stay unsharded.
+            if let Some(resume) = &mut resume {
+                let versions = std::mem::take(&mut resume.unknown_versions);
+                resume.versions.extend(versions.into_iter().map(|version| (version, first.clone())));
+            }
+            first = shards;
         }
         first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(counter));
         let gradient_bytes: usize =
@@ -368,7 +373,7 @@ impl<'a> StageWorker<'a> {
     pub fn backward(&mut self, item: u32, phase: Phase, version: u32, lag: Lag) -> Result<(), ExecuteError> {
         let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
         self.take_weights(&mut state, version, lag)?;
-        state.position = RoundPosition { done: self.round_gradients.items(), ..lag.position };
+        state.position = RoundPosition { done: self.round_gradients.items, ..lag.position };
         if phase.ends() {
             state.sums = lend_sums(&mut self.round_gradients.terms, &self.executor, self.shard_stream.as_deref())?;
         }
@@ -503,7 +508,7 @@ impl<'a> StageWorker<'a> {
         if self.comms.shard_comm.is_some() {
             let is_stepped = |p: &usize| step.factor.is_some() && self.shard.is_sharded(*p) && totals[*p].is_some();
             let parameters = (0..old.len()).filter(is_stepped).collect();
-            self.stepped.insert(to, Stepped { parameters, buckets: self.round_gradients.buckets() });
+            self.stepped.insert(to, Stepped { parameters, buckets: self.round_gradients.buckets });
         }
         self.gradients.clear();
         for late in &mut self.late_weights {

@@ -28,6 +28,7 @@ use compiler::schedule::resume::{minibatch, version_at, versions_before};
 use compiler::schedule::semantics::{Rule, dealt};
 use compiler::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Program, Token, Version, WorkerId};
 use crossbeam_channel::Sender;
+use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -90,7 +91,7 @@ pub enum Event {
     Checkpoint(Checkpoint),
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Work {
     Compute(compiler::schedule::action::Work),
     Recompute(StageId, MicrobatchId),
@@ -101,7 +102,7 @@ pub enum Work {
 }
 
 /// A period of a worker's time, in seconds since the start of the run.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Span {
     pub work: Work,
     pub start: f64,

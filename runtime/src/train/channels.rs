@@ -17,9 +17,12 @@ use crate::device::cpu::device::cpu;
 use crate::exec::sequence::{Sequence, Slot};
 use crate::exec::stage_code::{NamedTensor, StageCode, Transfer};
 use crate::optim::grad_norm::Squares;
+use crate::process::chain_messages::ChainMessages;
 use crate::process::exchange::Exchange;
+use crate::process::router::GroupReceiver;
 use crate::process::run_status::LinkError;
-use crate::process::wire::{Contribution, ContributionForm, TensorsForm};
+use crate::process::shard_messages::ShardMessages;
+use crate::process::wire::{Contribution, ContributionForm, RemoteCommunicator, TensorsForm};
 use crate::stage::gradient_buckets::BucketContribution;
 use crate::stage::gradients::GradientTerms;
 use crate::stage::stage_comms::StageComms;
@@ -167,10 +170,17 @@ fn communicator<T: Contribution>(
     form: T::Form,
     bounds: (u64, usize),
 ) -> Result<Arc<Communicator<T>>, LinkError> {
-    match exchange {
-        Some(exchange) => exchange.communicator(ranks, form, bounds),
-        None => Ok(Arc::new(Communicator::new(ranks.len()))),
-    }
+    let communicator = open(exchange, ranks, |members| RemoteCommunicator::open(members, form, bounds))?;
+    Ok(communicator.unwrap_or_else(|| Arc::new(Communicator::new(ranks.len()))))
+}
+
+/// Opens a group of these global ranks over connections. `None` if all or none of them are in this process.
+fn open<G, R: GroupReceiver + 'static>(
+    exchange: &mut Option<Exchange<'_>>,
+    ranks: &[usize],
+    make: impl FnOnce(Members) -> (Arc<G>, R),
+) -> Result<Option<Arc<G>>, LinkError> {
+    exchange.as_mut().map_or(Ok(None), |exchange| exchange.open(ranks, make))
 }
 
 /// Creates a communicator of this rank of some workers, in rank order, for less than so many collectives.
@@ -187,21 +197,6 @@ fn global(rank: GroupRank, workers: &[usize]) -> Vec<usize> {
     workers.iter().map(|worker| rank.global(*worker)).collect()
 }
 
-/// What a stage's replicas exchange in each round: which gradients there are, and samples of moving averages.
-fn replica_communicator(
-    training: &TrainJob<'_>,
-    stage: usize,
-    context: &mut RankContext<'_, '_>,
-) -> Result<Arc<Communicator<BucketContribution>>, LinkError> {
-    let program = training.program;
-    let program_stage = &program.stages[stage];
-    let members = members(program, stage);
-    // Forward passes, which produce samples, run ahead of the round that uses the samples.
-    let most_items = program_stage.cap.saturating_add(program.microbatches).saturating_mul(2).min(program.items);
-    let form = ContributionForm::of(&training.codes[stage], program.items, most_items as usize);
-    open_communicator(context, &members, form, collectives(program, stage, program.items.saturating_add(1)))
-}
-
 /// The communicators of a stage, by replica.
 fn stage_comms(
     training: &TrainJob<'_>,
@@ -210,16 +205,26 @@ fn stage_comms(
     context: &mut RankContext<'_, '_>,
 ) -> Result<Vec<StageComms>, TrainError> {
     let program = training.program;
-    let replicas = replica_communicator(training, stage, context)?;
-    let members = members(program, stage);
-    let degree = program.stages[stage].shards().max(1) as usize;
+    let (program_stage, members) = (&program.stages[stage], members(program, stage));
+    // Forward passes, which produce samples, run ahead of the round that uses the samples.
+    let most_items = program_stage.cap.saturating_add(program.microbatches).saturating_mul(2).min(program.items);
+    let code = &training.codes[stage];
+    let form = ContributionForm {
+        terms: code.gradient_terms.len(),
+        samples: code.state_updates.iter().map(|update| update.sample.bytes).collect(),
+        items: program.items,
+        most_items: most_items as usize,
+    };
+    let rounds = collectives(program, stage, program.items.saturating_add(1));
+    let replicas: Arc<Communicator<BucketContribution>> = open_communicator(context, &members, form, rounds)?;
+    let degree = program_stage.shards().max(1) as usize;
     let mut stage_comms = Vec::new();
     for group in members.chunks(degree) {
         let all_reduce = replica_all_reduce(program, stage, group, context)?;
         let (across_groups, shard_comm, norms, gradient_shards) = (None, None, None, None);
         let mut comms =
             StageComms { replicas: replicas.clone(), all_reduce, across_groups, shard_comm, norms, gradient_shards };
-        if program.stages[stage].zero > 0 {
+        if program_stage.zero > 0 {
             open_zero(training, stage, group, ties, context, &mut comms)?;
         }
         stage_comms.extend(group.iter().map(|_| comms.clone()));
@@ -240,10 +245,9 @@ fn replica_all_reduce(
     context: &mut RankContext<'_, '_>,
 ) -> Result<Option<Arc<dyn AllReduce>>, TrainError> {
     let ranks = global(context.rank, replicas);
-    if let Some(exchange) = context.exchange
-        && let Some(pipelined) = exchange.all_reduce(&ranks, collectives(program, stage, versions(program)))?
-    {
-        return Ok(Some(pipelined));
+    let collectives = collectives(program, stage, versions(program));
+    if let Some(all_reduce) = open(context.exchange, &ranks, |members| ChainMessages::open(members, collectives))? {
+        return Ok(Some(all_reduce));
     }
     let is_here = |rank: &usize| context.exchange.as_ref().is_none_or(|exchange| exchange.is_here(*rank));
     if !ranks.iter().all(is_here) {
@@ -283,16 +287,14 @@ fn open_zero(
     if training.policy.clip_norm.is_some() && !program.schedule.flushes() {
         comms.norms = Some(open_communicator(context, members, norm_count(training), versions(program).into())?);
     }
-    let rank = context.rank;
-    comms.gradient_shards = match context.exchange {
-        _ if program.stages[stage].zero < 2 => None,
-        Some(exchange) => {
-            let tied = members.first().map(|first| tied_parameters(ties, code, (*first, stage))).unwrap_or_default();
-            let shard = shard_range(program, stage, 0, code, &tied);
-            Some(exchange.shards(&global(rank, members), shard, code, versions(program))?)
-        }
-        None => Some(Arc::new(GradientShards::new(Members::here(members.len())))),
-    };
+    if program.stages[stage].zero >= 2 {
+        let tied = members.first().map(|first| tied_parameters(ties, code, (*first, stage))).unwrap_or_default();
+        let shard = shard_range(program, stage, 0, code, &tied);
+        let make = |members: Members| ShardMessages::open(members, shard, code, versions(program));
+        let shards = open(context.exchange, &global(context.rank, members), make)?;
+        let local = || Arc::new(GradientShards::new(Members::here(members.len())));
+        comms.gradient_shards = Some(shards.unwrap_or_else(local));
+    }
     Ok(())
 }
 

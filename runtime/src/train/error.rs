@@ -6,6 +6,7 @@ use crate::process::run_status::LinkError;
 use crate::stage::worker_error::WorkerError;
 use crate::train::losses::Diverged;
 use crate::train::resume::ResumeError;
+use crate::train::shard_gatherer::GatherError;
 use compiler::plan::schedule::Schedule;
 use compiler::tensor::DType;
 use thiserror::Error;
@@ -50,6 +51,10 @@ pub enum TrainError {
     Panic { worker: String, what: String },
     #[error(transparent)]
     Link(#[from] LinkError),
+    #[error("weight `{name}` is {got:?}, which does not match the sharding of its stage over {devices} devices")]
+    Weight { name: String, got: Vec<usize>, devices: usize },
+    #[error(transparent)]
+    Gather(#[from] GatherError),
     #[error("training diverged: {0}")]
     Diverged(Diverged),
 }

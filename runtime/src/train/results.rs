@@ -1,14 +1,17 @@
 //! The results of a run: those of its workers, or the error that ended it.
 
+use crate::comm::tensor_group::Layouts;
 use crate::device::error::DeviceError;
 use crate::device::layout::is_half;
-use crate::exec::stage_tensor::StageTensor;
+use crate::exec::stage_tensor::{StageTensor, StageTensors};
 use crate::process::exchange::Exchange;
 use crate::stage::saved_weights::tensor;
 use crate::stage::worker::WorkerResult;
 use crate::stage::worker_error::WorkerError;
 use crate::train::error::TrainError;
 use crate::train::job::{TrainJob, Trained};
+use crate::train::shard_gatherer::join_tensors;
+use crate::train::tensor_shards::whole_codes;
 use std::collections::BTreeMap;
 
 /// The results of all workers, by global rank; `None` if another process reports them. The error is that of the first
@@ -61,22 +64,27 @@ pub fn join(name: String, thread: Thread<'_>) -> Result<WorkerResult, TrainError
     }
 }
 
-/// The result of one tensor-parallel rank of all workers. Only the first has losses.
+/// The result of all workers, of which these are the results by global rank. Times and memory are those of the first rank of
+/// each tensor-parallel group.
 pub fn collect(
     training: &TrainJob<'_>,
+    (layouts, degree): (&Layouts, usize),
     outcomes: Vec<WorkerResult>,
     losses: Vec<f64>,
     seconds: f64,
 ) -> Result<Trained, TrainError> {
-    let mut weights = BTreeMap::new();
-    let mut gradients = BTreeMap::new();
-    let mut spans = Vec::new();
+    let whole_codes = whole_codes(training.codes, layouts, degree);
+    let (mut weights, mut gradients, mut spans) = (BTreeMap::new(), BTreeMap::new(), Vec::new());
     let (mut peak_memory_bytes, mut checkpoint_bytes) = (Vec::new(), Vec::new());
-    for (worker, outcome) in training.program.workers.iter().zip(outcomes) {
-        let stages = training.program.stages_of(worker.rank).zip(outcome.stages);
-        for (stage, result) in stages.filter(|_| worker.replica == 0) {
-            let code = &training.codes[stage.index()];
-            for (place, buffer) in result {
+    let mut outcomes = outcomes.into_iter();
+    for worker in &training.program.workers {
+        let ranks: Vec<WorkerResult> = outcomes.by_ref().take(degree).collect();
+        let stages = training.program.stages_of(worker.rank).enumerate().filter(|_| worker.replica == 0);
+        for (index, stage) in stages {
+            let tensors: Vec<&StageTensors> = ranks.iter().filter_map(|rank| rank.stages.get(index)).collect();
+            let joined = join_tensors(&training.codes[stage.index()], layouts, &tensors)?;
+            let code = &whole_codes[stage.index()];
+            for (place, buffer) in joined {
                 let Some(named) = place.named(code) else { continue };
                 // Return a state that nothing updates as it was given, without rounding.
                 let is_constant = |index: usize| code.state_updates.iter().all(|update| update.state != index);
@@ -91,9 +99,11 @@ pub fn collect(
                 of_kind.insert(named.name.clone(), value);
             }
         }
-        spans.push(outcome.spans);
-        peak_memory_bytes.push(outcome.peak_memory_bytes);
-        checkpoint_bytes.push(outcome.checkpoint_bytes);
+        if let Some(first) = ranks.into_iter().next() {
+            spans.push(first.spans);
+            peak_memory_bytes.push(first.peak_memory_bytes);
+            checkpoint_bytes.push(first.checkpoint_bytes);
+        }
     }
     Ok(Trained { weights, gradients, losses, seconds, spans, peak_memory_bytes, checkpoint_bytes })
 }

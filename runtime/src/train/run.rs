@@ -153,7 +153,7 @@ pub fn run_in_group(
 ) -> Result<Option<Trained>, TrainError> {
     let inputs = RankInputs { weights: training.weights, start: options.start };
     let ranks = TensorRanks { inputs: vec![Some(inputs)], layouts: Arc::default() };
-    Ok(run_ranks(training, options, on_step, group, ranks)?.and_then(|mut results| results.pop()))
+    run_ranks(training, options, on_step, group, ranks)
 }
 
 /// What one rank of the tensor-parallel groups starts from.
@@ -170,15 +170,14 @@ pub struct TensorRanks<'a> {
     pub layouts: Arc<Layouts>,
 }
 
-/// Like [`run_in_group`] for tensor-parallel groups. `on_snapshot` receives the snapshots of all ranks. Returns the results by
-/// rank: weights and gradients are that rank's shards; losses are only in the first.
+/// Like [`run_in_group`] for tensor-parallel groups, whose shards it joins. `on_snapshot` receives the snapshots of all ranks.
 pub fn run_ranks(
     training: &TrainJob<'_>,
     options: RunOptions<'_>,
     on_step: &mut dyn FnMut(StepDone),
     group: Option<Group>,
     ranks: TensorRanks<'_>,
-) -> Result<Option<Vec<Trained>>, TrainError> {
+) -> Result<Option<Trained>, TrainError> {
     let RunOptions { start, cuts, barrier, devices, on_snapshot, mut on_checkpoint } = options;
     let degree = ranks.inputs.len();
     let minibatches_done = start.map_or(0, |start| start.minibatches);
@@ -378,10 +377,7 @@ pub fn run_ranks(
         return Err(TrainError::Diverged(diverged));
     }
     let Some(outcomes) = results? else { return Ok(None) };
-    let (mut by_rank, mut losses) = ((0..degree).map(|_| Vec::new()).collect::<Vec<_>>(), Some(losses.done()));
-    outcomes.into_iter().enumerate().for_each(|(rank, outcome)| by_rank[rank % degree].push(outcome));
-    let collect_rank = |outcomes| collect(training, outcomes, losses.take().unwrap_or_default(), seconds);
-    by_rank.into_iter().map(collect_rank).collect::<Result<_, _>>().map(Some)
+    collect(training, (&ranks.layouts, degree), outcomes, losses.done(), seconds).map(Some)
 }
 
 /// Fails all waits for a part in collectives.

@@ -1,4 +1,4 @@
-//! Gathers the checkpoint snapshots of all ranks of the tensor-parallel groups.
+//! Gathers the checkpoint snapshots of all ranks of the tensor-parallel groups, and joins the shards of stages.
 //!
 //! Snapshots of other processes come from the network. [`parts`](crate::process::parts) checks each alone; here, those of
 //! a group must agree before their shards are joined.
@@ -9,7 +9,7 @@ use crate::comm::tensor_group::Layouts;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::exec::stage_code::StageCode;
-use crate::exec::stage_tensor::StageTensor;
+use crate::exec::stage_tensor::{StageTensor, StageTensors};
 use crate::stage::saved_weights::tensor;
 use crate::train::tensor_shards::split_of;
 use compiler::op::sharding::whole_of;
@@ -23,6 +23,8 @@ use thiserror::Error;
 pub enum GatherError {
     #[error("the snapshot of stage {stage}, replica {replica}, from tensor rank {tensor_rank}: {what}")]
     Snapshot { stage: u32, replica: u32, tensor_rank: usize, what: &'static str },
+    #[error("the result of tensor rank {tensor_rank} has no fitting shard of `{name}`")]
+    Missing { name: String, tensor_rank: usize },
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
@@ -78,16 +80,11 @@ impl<'a> ShardGatherer<'a> {
         let (first, code) = (&snapshots[0], &self.codes[snapshots[0].key.stage.index()]);
         first.check(code).map_err(snapshot_error(first))?;
         self.check_split(first, code).map_err(snapshot_error(first))?;
-        let join = |(place, tensor_of_first): (&StageTensor, &Arc<Buffer>)| {
-            let named = place.parameter().map(|p| &code.parameters[p]);
-            let split = named.and_then(|named| Some((named, split_of(self.layouts, &named.name)?)));
-            let Some((named, cut)) = split else { return Ok((*place, host_copy(tensor_of_first)?)) };
-            let shards = snapshots.iter().filter_map(|snapshot| snapshot.tensors.get(place));
-            let shards = shards.map(|shard| Ok(tensor(named, &shard.download()?)));
-            let shards = shards.collect::<Result<Vec<Tensor>, DeviceError>>()?;
-            Ok((*place, Arc::new(Buffer::host_copy(whole_of(&shards, cut).bytes()))))
-        };
-        let tensors = first.tensors.iter().map(join).collect::<Result<_, DeviceError>>()?;
+        let ranks: Vec<&StageTensors> = snapshots.iter().map(|snapshot| &snapshot.tensors).collect();
+        let mut tensors = join_tensors(code, self.layouts, &ranks)?;
+        for tensor in tensors.values_mut().filter(|tensor| !tensor.is_host()) {
+            *tensor = Arc::new(Buffer::host_copy(&tensor.download()?));
+        }
         let key = SnapshotKey { tensor_rank: 0, ..first.key };
         // The snapshots' memory stays counted until they are gathered.
         Ok(StageSnapshot { key, state: first.state.clone(), tensors, counted_bytes: None })
@@ -113,9 +110,28 @@ impl<'a> ShardGatherer<'a> {
     }
 }
 
-/// A tensor in the memory of the host.
-fn host_copy(tensor: &Arc<Buffer>) -> Result<Arc<Buffer>, DeviceError> {
-    Ok(if tensor.is_host() { tensor.clone() } else { Arc::new(Buffer::host_copy(&tensor.download()?)) })
+/// Joins the tensors of a stage on all ranks. Of one that is not split, the first rank has the whole. Fails if a rank lacks
+/// a shard, or has one of another size.
+pub fn join_tensors(code: &StageCode, layouts: &Layouts, ranks: &[&StageTensors]) -> Result<StageTensors, GatherError> {
+    let mut joined = StageTensors::new();
+    for place in ranks.iter().flat_map(|tensors| tensors.keys()) {
+        let named = place.parameter().and_then(|p| code.parameters.get(p));
+        let split = named.and_then(|named| Some((named, split_of(layouts, &named.name)?)));
+        let Some((named, cut)) = split.filter(|_| !joined.contains_key(place)) else {
+            let whole = ranks.first().and_then(|tensors| tensors.get(place)).filter(|_| split.is_none());
+            joined.extend(whole.map(|whole| (*place, whole.clone())));
+            continue;
+        };
+        let mut shards: Vec<Tensor> = Vec::new();
+        for (tensor_rank, tensors) in ranks.iter().enumerate() {
+            let is_like = |shard: &&Arc<Buffer>| shards.first().is_none_or(|first| first.bytes().len() == shard.len());
+            let missing = || GatherError::Missing { name: named.name.clone(), tensor_rank };
+            let shard = tensors.get(place).filter(is_like).ok_or_else(missing)?;
+            shards.push(tensor(named, &shard.download()?));
+        }
+        joined.insert(*place, Arc::new(Buffer::host_copy(whole_of(&shards, cut).bytes())));
+    }
+    Ok(joined)
 }
 
 /// Makes errors about a snapshot.
@@ -152,8 +168,8 @@ mod tests {
     use super::*;
     use crate::checkpoint::StageState;
     use crate::exec::stage_code::NamedTensor;
+    use crate::exec::stage_tensor::OptimizerTensor;
     use crate::exec::stage_tensor::StageTensor::{Forward, Optimizer, State, Tied, Version, Weight};
-    use crate::exec::stage_tensor::{OptimizerTensor, StageTensors};
     use compiler::op::Sharding;
     use compiler::plan::StageId;
     use compiler::tensor::DType;
@@ -339,5 +355,24 @@ mod tests {
         assert!(other.contains("tensor rank 1: it has another number of ZeRO replicas"), "{other}");
         let foreign = said(vec![change_key(of_two(0, 0), |key| key.tensor_rank = 2)]);
         assert!(foreign.contains("there is no such rank"), "{foreign}");
+    }
+
+    #[test]
+    fn results_without_a_shard_are_refused() {
+        let rank = |split: &[f32]| StageTensors::from([(Weight(0), floats(split)), (Weight(1), floats(&[5.0; 3]))]);
+        let (first, second) = (rank(&[1.0, 2.0]), rank(&[3.0, 4.0]));
+        let join = |ranks: &[&StageTensors]| join_tensors(&codes()[0], &layouts(), ranks);
+        let joined = join(&[&first, &second]).unwrap();
+        assert_eq!([0, 1].map(|p| bytes(&joined[&Weight(p)]).len()), [16, 12]);
+        let missing = |ranks: &[&StageTensors], tensor_rank: usize| {
+            assert_eq!(join(ranks).err(), Some(GatherError::Missing { name: "split".to_string(), tensor_rank }));
+        };
+        let without = StageTensors::from([(Weight(1), floats(&[5.0; 3]))]);
+        let mut wide = second.clone();
+        wide.insert(Weight(0), zeros(16));
+        missing(&[&first, &without], 1);
+        missing(&[&without, &second], 0);
+        // An `f64` would fit no tensor of the stage.
+        missing(&[&first, &wide], 1);
     }
 }

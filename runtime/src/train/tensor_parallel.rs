@@ -17,25 +17,11 @@ use crate::train::error::TrainError;
 use crate::train::job::{RunOptions, StepDone, TrainJob, Trained};
 use crate::train::run::{RankInputs, TensorRanks, run_ranks};
 use crate::train::shard_gatherer::{GatherError, ShardGatherer};
-use crate::train::tensor_shards::{join_shards, shard_resume_point, shard_tensors};
+use crate::train::tensor_shards::{shard_resume_point, shard_tensors};
 use compiler::schedule::{Program, WorkerProgram};
 use compiler::tensor::Tensor;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use thiserror::Error;
-
-#[derive(Debug, Error)]
-#[allow(missing_docs)]
-pub enum TensorParallelError {
-    #[error(transparent)]
-    Train(#[from] TrainError),
-    #[error("weight `{name}` is {got:?}, which does not match the sharding of its stage over {devices} devices")]
-    Weight { name: String, got: Vec<usize>, devices: usize },
-    #[error("the result of tensor rank {tensor_rank} has no fitting shard of `{name}`")]
-    Missing { name: String, tensor_rank: usize },
-    #[error(transparent)]
-    Gather(#[from] GatherError),
-}
 
 /// A rank's shards of the weights and of the checkpoint.
 type RankShards = (BTreeMap<String, Tensor>, Option<ResumePoint>);
@@ -48,7 +34,7 @@ pub fn run_shared_in_group(
     (layouts, devices): (&Layouts, usize),
     on_step: &mut dyn FnMut(StepDone),
     group: Option<Group>,
-) -> Result<Option<Trained>, TensorParallelError> {
+) -> Result<Option<Trained>, TrainError> {
     let RunOptions { start: resume_point, cuts, barrier, devices: all_devices, mut on_snapshot, on_checkpoint } =
         options;
     let local_ranks = match &group {
@@ -58,7 +44,7 @@ pub fn run_shared_in_group(
     let shards = |rank: usize| {
         let weights = shard_tensors(training.weights, |name| name, (layouts, devices), rank)?;
         let start = resume_point.map(|start| shard_resume_point(start, (layouts, devices), rank)).transpose()?;
-        Ok::<_, TensorParallelError>((weights, start))
+        Ok::<_, TrainError>((weights, start))
     };
     let shards = (0..devices).map(|rank| local_ranks.contains(&rank).then(|| shards(rank)).transpose());
     let shards: Vec<Option<RankShards>> = shards.collect::<Result<_, _>>()?;
@@ -86,16 +72,7 @@ pub fn run_shared_in_group(
     let on_checkpoint = on_checkpoint.map(|write| write as &mut dyn FnMut(Checkpoint));
     let options = RunOptions { start: resume_point, cuts, barrier, devices: all_devices, on_snapshot, on_checkpoint };
     let trained = run_ranks(training, options, on_step, group, ranks)?;
-    if let Some(gather_error) = gather_error {
-        return Err(gather_error.into());
-    }
-    let Some(mut results) = trained else { return Ok(None) };
-    let mut join = |tensors_of: fn(&mut Trained) -> &mut BTreeMap<String, Tensor>| {
-        let rank_tensors: Vec<_> = results.iter_mut().map(|result| std::mem::take(tensors_of(result))).collect();
-        join_shards(&rank_tensors, layouts)
-    };
-    let (weights, gradients) = (join(|result| &mut result.weights)?, join(|result| &mut result.gradients)?);
-    Ok(Some(Trained { weights, gradients, ..results.swap_remove(0) }))
+    gather_error.map_or(Ok(trained), |error| Err(error.into()))
 }
 
 /// Why a run over processes ends when a snapshot does not fit those of the other ranks. Names the process of its rank.

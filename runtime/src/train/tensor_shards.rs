@@ -1,4 +1,4 @@
-//! Shards of tensor-parallel stages: a rank's shards of weights and of a checkpoint, and the joined results of all ranks.
+//! Shards of tensor-parallel stages: a rank's shards of weights and of a checkpoint.
 //!
 //! Checkpoint files do not depend on tensor parallelism or ZeRO: a run resumes on any number of devices. ZeRO shards
 //! are merged first, because they divide a device's tensor-parallel shard.
@@ -7,13 +7,13 @@ use crate::checkpoint::encode::{Flight, STEP};
 use crate::checkpoint::resume_point::ResumePoint;
 use crate::comm::tensor_group::Layouts;
 use crate::exec::stage_code::{NamedTensor, StageCode};
-use crate::train::tensor_parallel::TensorParallelError;
-use compiler::op::sharding::{part_of, whole_of};
+use crate::train::error::TrainError;
+use compiler::op::sharding::part_of;
 use compiler::op::{Sharding, SplitDim};
 use compiler::tensor::Tensor;
 use compiler::tensor::dim::Dim;
 use compiler::tensor::fact::Fact;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// How a parameter is split; `None` if every rank has all of it.
 pub fn split_of(layouts: &Layouts, name: &str) -> Option<SplitDim> {
@@ -29,10 +29,10 @@ pub fn shard_tensors(
     parameter: impl Fn(&str) -> &str,
     (layouts, devices): (&Layouts, usize),
     device: usize,
-) -> Result<BTreeMap<String, Tensor>, TensorParallelError> {
+) -> Result<BTreeMap<String, Tensor>, TrainError> {
     let shard = |(name, whole): (&String, &Tensor)| {
         let Some(cut) = split_of(layouts, parameter(name)) else { return Ok((name.clone(), whole.clone())) };
-        let error = || TensorParallelError::Weight { name: name.clone(), got: whole.shape().to_vec(), devices };
+        let error = || TrainError::Weight { name: name.clone(), got: whole.shape().to_vec(), devices };
         Sharding::Split(cut).part(&Fact::of(whole.dtype(), whole.shape()), devices).ok_or_else(error)?;
         Ok((name.clone(), part_of(whole, cut, devices, device)))
     };
@@ -44,21 +44,18 @@ pub fn shard_resume_point(
     start: &ResumePoint,
     group: (&Layouts, usize),
     device: usize,
-) -> Result<ResumePoint, TensorParallelError> {
+) -> Result<ResumePoint, TrainError> {
     let shard = |tensors: &BTreeMap<String, Tensor>| shard_tensors(tensors, |name| name, group, device);
-    let shard_each = |versions: &BTreeMap<u32, BTreeMap<String, Tensor>>| -> Result<_, TensorParallelError> {
+    let shard_each = |versions: &BTreeMap<u32, BTreeMap<String, Tensor>>| -> Result<_, TrainError> {
         versions.iter().map(|(number, tensors)| Ok((*number, shard(tensors)?))).collect()
     };
-    let shard_flight = |flight: &Flight| -> Result<Flight, TensorParallelError> {
+    let shard_flight = |flight: &Flight| -> Result<Flight, TrainError> {
         // Tied weights with versions of their own are not sharded.
         let shared = flight.shared.clone();
         Ok(Flight { versions: shard_each(&flight.versions)?, forwards: shard_each(&flight.forwards)?, shared })
     };
     let flight = start.flight.as_ref().map(|flight| {
-        flight
-            .iter()
-            .map(|(replica, flight)| Ok((*replica, shard_flight(flight)?)))
-            .collect::<Result<_, TensorParallelError>>()
+        flight.iter().map(|(replica, flight)| Ok((*replica, shard_flight(flight)?))).collect::<Result<_, TrainError>>()
     });
     // Update counts (`NAME/step`) are scalars, so they are not sharded.
     let parameter = |name: &str| {
@@ -83,59 +80,4 @@ pub fn whole_codes(codes: &[StageCode], layouts: &Layouts, devices: usize) -> Ve
         ..StageCode::default()
     };
     codes.iter().map(code).collect()
-}
-
-/// Joins named tensors of all ranks. Fails if a rank lacks a shard, or has one of another type or shape.
-pub fn join_shards(
-    ranks: &[BTreeMap<String, Tensor>],
-    layouts: &Layouts,
-) -> Result<BTreeMap<String, Tensor>, TensorParallelError> {
-    let names: BTreeSet<&String> = ranks.iter().flat_map(BTreeMap::keys).collect();
-    let join = |name: &String| -> Result<(String, Tensor), TensorParallelError> {
-        let cut = split_of(layouts, name);
-        let ranks = if cut.is_some() { ranks } else { ranks.get(..1).unwrap_or_default() };
-        let mut parts: Vec<Tensor> = Vec::new();
-        for (tensor_rank, tensors) in ranks.iter().enumerate() {
-            let fits = |tensors: &&Tensor| {
-                parts.first().is_none_or(|first| (first.dtype(), first.shape()) == (tensors.dtype(), tensors.shape()))
-            };
-            let tensors = tensors.get(name).filter(fits);
-            let missing = || TensorParallelError::Missing { name: name.clone(), tensor_rank };
-            parts.push(tensors.ok_or_else(missing)?.clone());
-        }
-        Ok((name.clone(), cut.map_or_else(|| parts[0].clone(), |cut| whole_of(&parts, cut))))
-    };
-    names.into_iter().map(join).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn results_without_a_shard_are_refused() {
-        let layouts = Layouts::from([("split".to_string(), Sharding::split(0))]);
-        let shard = |values: &[f32]| Tensor::from_f32(&[values.len()], values);
-        let rank = |tensors: &[(&str, Tensor)]| {
-            tensors.iter().map(|(name, tensor)| (name.to_string(), tensor.clone())).collect::<BTreeMap<_, _>>()
-        };
-        let first = rank(&[("split", shard(&[1.0])), ("both", shard(&[5.0]))]);
-        let second = rank(&[("split", shard(&[2.0])), ("both", shard(&[5.0]))]);
-        let joined = join_shards(&[first.clone(), second.clone()], &layouts).unwrap();
-        assert_eq!((&joined["split"], &joined["both"]), (&shard(&[1.0, 2.0]), &shard(&[5.0])));
-        let missing = |ranks: &[BTreeMap<String, Tensor>]| match join_shards(ranks, &layouts) {
-            Err(TensorParallelError::Missing { name, tensor_rank }) => (name, tensor_rank),
-            other => panic!("{other:?}"),
-        };
-        let without = |tensors: &BTreeMap<String, Tensor>| {
-            tensors
-                .iter()
-                .filter(|(name, _)| *name != "split")
-                .map(|(name, tensor)| (name.clone(), tensor.clone()))
-                .collect()
-        };
-        assert_eq!(missing(&[first.clone(), without(&second)]), ("split".to_string(), 1));
-        assert_eq!(missing(&[without(&first), second]), ("split".to_string(), 0));
-        assert_eq!(missing(&[first, rank(&[("split", shard(&[1.0, 2.0]))])]), ("split".to_string(), 1));
-    }
 }

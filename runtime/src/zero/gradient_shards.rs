@@ -14,6 +14,7 @@
 
 use crate::comm::communicator::PEER_LOST;
 use crate::comm::members::{Members, encode};
+use crate::comm::monitor::Monitor;
 use crate::device::api::Device;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
@@ -25,7 +26,7 @@ use crate::zero::shard::ShardRange;
 use crate::zero::shard_message::{ShardMessage, Term};
 use crate::zero::weight_shards::WeightShards;
 use compiler::tensor::DType;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -78,7 +79,6 @@ struct State {
     /// True while a gradient of a replica of another process has come and is not added.
     is_early: Vec<bool>,
     sums: HashMap<Term, Sum>,
-    is_abandoned: bool,
 }
 
 /// The gradient shards of one stage.
@@ -86,8 +86,7 @@ pub struct GradientShards {
     /// Weight shards, under ZeRO 3.
     pub weights: WeightShards,
     replicas: Arc<Members>,
-    state: Mutex<State>,
-    changed: Condvar,
+    state: Monitor<State>,
     /// Adds gradients from other processes.
     receiver: Mutex<Option<DeviceContext>>,
 }
@@ -101,19 +100,19 @@ impl GradientShards {
             unacknowledged: vec![0; count],
             is_early: vec![false; count],
             sums: HashMap::new(),
-            is_abandoned: false,
         };
         let weights = WeightShards::new(replicas.clone());
-        let (state, changed, receiver) = (Mutex::new(state), Condvar::new(), Mutex::new(None));
-        GradientShards { weights, replicas, state, changed, receiver }
+        GradientShards { weights, replicas, state: Monitor::new(state), receiver: Mutex::new(None) }
     }
 
     /// Registers a replica of this process with its device, which will hold its shards, and its memory counter. It accepts
     /// gradients of rounds up to `last`.
     pub fn enter(&self, replica: usize, device: &Arc<dyn Device>, counter: &Arc<MemoryCounter>, last: u32) {
-        if let Some(owner) = self.state.lock().owners.get_mut(replica) {
-            *owner = Some(Owner { device: device.clone(), counter: counter.clone() });
-        }
+        self.state.with(|state| {
+            if let Some(owner) = state.owners.get_mut(replica) {
+                *owner = Some(Owner { device: device.clone(), counter: counter.clone() });
+            }
+        });
         self.open(replica, last);
     }
 
@@ -125,15 +124,16 @@ impl GradientShards {
 
     /// A replica accepts gradients of rounds up to `last`.
     pub fn open_remote(&self, replica: usize, last: u32) {
-        if let Some(newest) = self.state.lock().last.get_mut(replica) {
-            *newest = Some(last).max(*newest);
-        }
-        self.changed.notify_all();
+        self.state.with(|state| {
+            if let Some(newest) = state.last.get_mut(replica) {
+                *newest = Some(last).max(*newest);
+            }
+        });
     }
 
     /// The memory counter of a replica of this process, once it takes part.
     pub fn counter(&self, replica: usize) -> Option<Arc<MemoryCounter>> {
-        self.state.lock().owners.get(replica)?.as_ref().map(|owner| owner.counter.clone())
+        self.state.with(|state| state.owners.get(replica)?.as_ref().map(|owner| owner.counter.clone()))
     }
 
     /// Accumulates a micro-batch's term after `before` predecessors of its round. `parameter` and `dtype` describe the
@@ -148,29 +148,22 @@ impl GradientShards {
         device: &DeviceContext,
     ) -> Result<(), DeviceError> {
         let (replica_number, processes) = (shard.rank(), self.replicas.others());
-        let mut state = self.state.lock();
-        let owners = loop {
-            if state.is_abandoned {
-                return Err(PEER_LOST);
-            }
-            let is_free = state.last.iter().all(|last| last.is_some_and(|last| term.round <= last))
-                && state.unacknowledged.get(replica_number).is_none_or(|count| *count == 0);
+        // Only the micro-batch whose turn it is touches the sum, so others may change the state meanwhile.
+        let (owners, mut shards) = self.state.wait(|state| {
             let sum = state.sums.entry(term).or_default();
             if sum.added > before {
                 // Another process has added a gradient in the turn of this one.
                 return Err(PEER_LOST);
             }
-            if is_free && sum.added == before && !sum.is_adding {
-                break state.owners.clone();
+            let unacknowledged = state.unacknowledged.get_mut(replica_number);
+            let is_free = state.last.iter().all(|last| last.is_some_and(|last| term.round <= last))
+                && unacknowledged.as_ref().is_none_or(|count| **count == 0);
+            if !is_free || sum.added < before || sum.is_adding {
+                return Ok(None);
             }
-            self.changed.wait(&mut state);
-        };
-        // Only the micro-batch whose turn it is touches the sum, so the lock can be released.
-        let mut shards = state.sums.get_mut(&term).map(Sum::begin).unwrap_or_default();
-        if let Some(unacknowledged) = state.unacknowledged.get_mut(replica_number) {
-            *unacknowledged = processes.len();
-        }
-        drop(state);
+            unacknowledged.into_iter().for_each(|count| *count = processes.len());
+            Ok(Some((state.owners.clone(), sum.begin())))
+        })?;
         let dtype = accumulation_type(dtype);
         let range = |replica: usize| shard.range_of(parameter, gradient.len(), dtype.size(), replica);
         if !processes.is_empty() {
@@ -185,12 +178,7 @@ impl GradientShards {
         for (replica, (owner, sum)) in owners.iter().zip(&mut shards).enumerate() {
             let Some(owner) = owner else { continue };
             let part = gradient.region_of(range(replica));
-            device.on(&owner.device, |on_owner| {
-                if Arc::ptr_eq(&owner.device, &device.device) {
-                    return add_part(on_owner, dtype, part, sum, &owner.counter);
-                }
-                send_part(device, on_owner, dtype, part, sum, &owner.counter)
-            })?;
+            device.on(&owner.device, |on_owner| add_part(device, on_owner, dtype, part, sum, &owner.counter))?;
         }
         self.end(term, shards);
         self.add_early(term, device)
@@ -198,33 +186,34 @@ impl GradientShards {
 
     /// Returns the shards of a sum to which a micro-batch was added.
     fn end(&self, term: Term, shards: Vec<Option<Buffer>>) {
-        if let Some(sum) = self.state.lock().sums.get_mut(&term) {
-            (sum.shards, sum.added, sum.is_adding) = (shards, sum.added + 1, false);
-        }
-        self.changed.notify_all();
+        self.state.with(|state| {
+            if let Some(sum) = state.sums.get_mut(&term) {
+                (sum.shards, sum.added, sum.is_adding) = (shards, sum.added + 1, false);
+            }
+        });
     }
 
     /// Adds gradients from other processes whose turn it is.
     fn add_early(&self, term: Term, device: &DeviceContext) -> Result<(), DeviceError> {
         loop {
-            let mut state = self.state.lock();
-            let owners = state.owners.clone();
-            let Some(sum) = state.sums.get_mut(&term).filter(|sum| !sum.is_adding) else { return Ok(()) };
-            let Some(arrival) = sum.early.remove(&sum.added) else { return Ok(()) };
-            let mut shards = sum.begin();
-            drop(state);
+            let next = self.state.with(|state| {
+                let sum = state.sums.get_mut(&term).filter(|sum| !sum.is_adding)?;
+                let arrival = sum.early.remove(&sum.added)?;
+                Some((state.owners.clone(), arrival, sum.begin()))
+            });
+            let Some((owners, arrival, mut shards)) = next else { return Ok(()) };
             shards.resize_with(owners.len(), || None);
             let Arrival { from, dtype, parts } = arrival;
             for (replica, part) in parts {
                 let owner = owners.get(replica).and_then(Option::as_ref).ok_or(PEER_LOST)?;
                 device.on(&owner.device, |on_owner| {
                     let part = on_owner.receive(part)?;
-                    add_part(on_owner, dtype, part.region(), &mut shards[replica], &owner.counter)?;
+                    add_part(on_owner, on_owner, dtype, part.region(), &mut shards[replica], &owner.counter)?;
                     on_owner.give_foreign(part)
                 })?;
             }
             self.end(term, shards);
-            self.state.lock().is_early.get_mut(from).into_iter().for_each(|is_early| *is_early = false);
+            self.state.with(|state| state.is_early.get_mut(from).into_iter().for_each(|is_early| *is_early = false));
             if let Some(local) = self.replicas.of(None).next() {
                 self.replicas.send_to(local, from, &encode(&ShardMessage::Added { to: from }), Vec::new());
             }
@@ -233,24 +222,21 @@ impl GradientShards {
 
     /// Takes a gradient from another process, after `before` predecessors of its round. Fails if it cannot be there.
     pub fn arrive(&self, term: Term, before: u32, arrival: Arrival) -> Result<(), DeviceError> {
-        let mut state = self.state.lock();
-        let has_room = |(replica, _): &(usize, Arc<Buffer>)| {
-            state.last.get(*replica).is_some_and(|last| Some(term.round) <= *last)
-        };
-        if !arrival.parts.iter().all(has_room) {
-            return Err(PEER_LOST);
-        }
-        // A replica sends its next gradient after this one was added.
-        if state.is_early.get_mut(arrival.from).is_none_or(|is_early| std::mem::replace(is_early, true)) {
-            return Err(PEER_LOST);
-        }
-        let device = state.owners.iter().flatten().next().map(|owner| owner.device.clone());
-        let sum = state.sums.entry(term).or_default();
-        let is_late = before < sum.added || (before == sum.added && sum.is_adding);
-        if is_late || sum.early.insert(before, arrival).is_some() {
-            return Err(PEER_LOST);
-        }
-        drop(state);
+        let device = self.state.with(|state| {
+            let has_room = |(replica, _): &(usize, Arc<Buffer>)| {
+                state.last.get(*replica).is_some_and(|last| Some(term.round) <= *last)
+            };
+            let has_room = arrival.parts.iter().all(has_room);
+            // A replica sends its next gradient after this one was added.
+            let is_early =
+                state.is_early.get_mut(arrival.from).is_none_or(|is_early| std::mem::replace(is_early, true));
+            let sum = state.sums.entry(term).or_default();
+            let is_late = before < sum.added || (before == sum.added && sum.is_adding);
+            if !has_room || is_early || is_late || sum.early.insert(before, arrival).is_some() {
+                return Err(PEER_LOST);
+            }
+            Ok(state.owners.iter().flatten().next().map(|owner| owner.device.clone()))
+        })?;
         let mut receiver = self.receiver.lock();
         if let (None, Some(device)) = (&*receiver, device) {
             *receiver = Some(DeviceContext::new(device, Arc::default())?);
@@ -260,56 +246,33 @@ impl GradientShards {
 
     /// Another process has added a replica's last gradient.
     pub fn acknowledge(&self, replica: usize) {
-        self.state
-            .lock()
-            .unacknowledged
-            .get_mut(replica)
-            .into_iter()
-            .for_each(|count| *count = count.saturating_sub(1));
-        self.changed.notify_all();
+        self.state.with(|state| {
+            let count = state.unacknowledged.get_mut(replica);
+            count.into_iter().for_each(|count| *count = count.saturating_sub(1));
+        });
     }
 
     /// Takes a replica's shard of a finished sum; none if no micro-batch has added to it.
     pub fn take(&self, term: Term, replica: usize) -> Option<Buffer> {
-        let mut state = self.state.lock();
-        let sum = state.sums.get_mut(&term)?;
-        let shard = sum.shards.get_mut(replica).and_then(Option::take);
-        if sum.shards.iter().all(Option::is_none) {
-            state.sums.remove(&term);
-        }
-        shard
+        self.state.with(|state| {
+            let sum = state.sums.get_mut(&term)?;
+            let shard = sum.shards.get_mut(replica).and_then(Option::take);
+            if sum.shards.iter().all(Option::is_none) {
+                state.sums.remove(&term);
+            }
+            shard
+        })
     }
 
     /// Fails all current and future waits, after a worker was lost.
     pub fn abandon(&self) {
         self.weights.abandon();
-        self.state.lock().is_abandoned = true;
-        self.changed.notify_all();
+        self.state.abandon();
     }
 }
 
-/// Adds a gradient to a sum, or begins the sum, on the device that holds both.
+/// Adds a gradient of a device to a sum on its owner's, or begins the sum. Copies between devices take the memory of a chunk.
 fn add_part(
-    device: &DeviceContext,
-    dtype: DType,
-    part: Region<'_>,
-    sum: &mut Option<Buffer>,
-    ledger: &Arc<MemoryCounter>,
-) -> Result<(), DeviceError> {
-    if let Some(sum) = sum {
-        device.stream.acquire(sum)?;
-        device.stream.accumulate(dtype, part, sum.region_mut())?;
-        return device.release(sum);
-    }
-    let mut first = device.copy_of(part)?;
-    first.count_in(ledger);
-    device.release(&first)?;
-    *sum = Some(first);
-    Ok(())
-}
-
-/// Like [`add_part`], for a gradient of another device. Its copies take the memory of a chunk.
-fn send_part(
     device: &DeviceContext,
     owner: &DeviceContext,
     dtype: DType,
@@ -317,14 +280,19 @@ fn send_part(
     sum: &mut Option<Buffer>,
     ledger: &Arc<MemoryCounter>,
 ) -> Result<(), DeviceError> {
+    let is_here = Arc::ptr_eq(&device.device, &owner.device);
     let Some(sum) = sum else {
-        let mut first = device.send_to(owner, part)?;
+        let mut first = if is_here { owner.copy_of(part)? } else { device.send_to(owner, part)? };
         first.count_in(ledger);
         owner.release(&first)?;
         *sum = Some(first);
         return Ok(());
     };
     owner.stream.acquire(sum)?;
+    if is_here {
+        owner.stream.accumulate(dtype, part, sum.region_mut())?;
+        return owner.release(sum);
+    }
     let (mut start, bytes) = (0, part.len().div_ceil(CHUNKS).max(LEAST_CHUNK).next_multiple_of(256));
     while start < part.len() {
         let chunk = start..part.len().min(start + bytes);
@@ -371,21 +339,6 @@ mod tests {
         let [first, second] = [0, 1].map(|replica| gradient_shards.take(term, replica).unwrap());
         assert_eq!([first.download().unwrap(), second.download().unwrap()].concat(), bytes(&expected));
         assert_eq!(ledgers.each_ref().map(|ledger| ledger.peak()), [4, 8]);
-        assert!(gradient_shards.take(term, 0).is_none() && gradient_shards.state.lock().sums.is_empty());
-    }
-
-    #[test]
-    fn nobody_waits_for_one_that_is_gone() {
-        let gradient_shards = GradientShards::new(Members::here(1));
-        let share = ShardRange::of(0, 1, vec![true]);
-        std::thread::scope(|scope| {
-            let waits = scope.spawn(|| {
-                let device = DeviceContext::new(cpu(), Arc::default()).unwrap();
-                let (term, own) = (Term { round: 0, term: 0 }, Arc::new(Buffer::host_copy(&bytes(&[1.0]))));
-                gradient_shards.add(term, 1, &own, (0, DType::F32), &share, &device)
-            });
-            gradient_shards.abandon();
-            assert_eq!(waits.join().unwrap(), Err(PEER_LOST));
-        });
+        assert!(gradient_shards.take(term, 0).is_none() && gradient_shards.state.with(|state| state.sums.is_empty()));
     }
 }

@@ -7,13 +7,13 @@
 
 use crate::comm::communicator::PEER_LOST;
 use crate::comm::members::{Members, encode};
+use crate::comm::monitor::Monitor;
 use crate::device::buffer::Buffer;
 use crate::device::context::DeviceContext;
 use crate::device::error::DeviceError;
 use crate::device::region::RegionMut;
 use crate::exec::executor::Weights;
 use crate::zero::shard_message::ShardMessage;
-use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -23,20 +23,19 @@ struct Version {
     is_released: Vec<bool>,
 }
 
+#[derive(Default)]
 struct State {
     versions: HashMap<u32, Version>,
     /// What replicas of this process have asked replicas of others for, by reader and owner, and what has come.
     expected: HashMap<(usize, usize), Option<Arc<Buffer>>>,
     /// The version and parameter that a replica of another process waits for, by reader and owner.
     requests: HashMap<(usize, usize), (u32, usize)>,
-    is_abandoned: bool,
 }
 
 /// The weight shards of one stage.
 pub struct WeightShards {
     replicas: Arc<Members>,
-    state: Mutex<State>,
-    changed: Condvar,
+    state: Monitor<State>,
 }
 
 impl Version {
@@ -66,28 +65,22 @@ impl State {
 
 impl WeightShards {
     pub fn new(replicas: Arc<Members>) -> WeightShards {
-        let (versions, expected, requests) = (HashMap::new(), HashMap::new(), HashMap::new());
-        let state = State { versions, expected, requests, is_abandoned: false };
-        WeightShards { replicas, state: Mutex::new(state), changed: Condvar::new() }
+        WeightShards { replicas, state: Monitor::default() }
     }
 
     /// Publishes a replica's shard of a version. Unsharded parameters are empty buffers.
     pub fn publish(&self, version: u32, replica: usize, shard: Weights) {
-        let mut state = self.state.lock();
-        let entry = state.versions.entry(version).or_insert_with(|| Version::new(self.replicas.count()));
-        if let Some(slot) = entry.shards.get_mut(replica) {
-            *slot = Some(shard);
-        }
-        let ready = |(key, target): (&(usize, usize), &(u32, usize))| {
-            (key.1 == replica && target.0 == version).then_some((*key, *target))
-        };
-        let ready: Vec<_> = state.requests.iter().filter_map(ready).collect();
-        for (key, (version, parameter)) in ready {
-            state.requests.remove(&key);
-            self.answer(&state, key, version, parameter);
-        }
-        drop(state);
-        self.changed.notify_all();
+        self.state.with(|state| {
+            let entry = state.versions.entry(version).or_insert_with(|| Version::new(self.replicas.count()));
+            if let Some(slot) = entry.shards.get_mut(replica) {
+                *slot = Some(shard);
+            }
+            let is_for = |key: &(usize, usize), of: &(u32, usize)| key.1 == replica && of.0 == version;
+            let ready: Vec<_> = state.requests.extract_if(|key, of| is_for(key, of)).collect();
+            for (key, (version, parameter)) in ready {
+                self.answer(state, key, version, parameter);
+            }
+        });
     }
 
     /// Sends a shard to a reader in another process. Returns false if it is not there.
@@ -100,32 +93,35 @@ impl WeightShards {
 
     /// A replica of another process asks for a shard, which it receives once it is published.
     pub fn request(&self, reader: usize, owner: usize, version: u32, parameter: usize) {
-        let mut state = self.state.lock();
-        if !self.answer(&state, (reader, owner), version, parameter) {
-            state.requests.insert((reader, owner), (version, parameter));
-        }
+        self.state.with(|state| {
+            if !self.answer(state, (reader, owner), version, parameter) {
+                state.requests.insert((reader, owner), (version, parameter));
+            }
+        });
     }
 
     /// A shard that a replica has asked for has come. Returns false if none is expected.
     pub fn arrive(&self, reader: usize, owner: usize, shard: Arc<Buffer>) -> bool {
-        match self.state.lock().expected.get_mut(&(reader, owner)) {
-            Some(slot @ None) => *slot = Some(shard),
-            _ => return false,
-        }
-        self.changed.notify_all();
-        true
+        self.state.with(|state| match state.expected.get_mut(&(reader, owner)) {
+            Some(slot @ None) => {
+                *slot = Some(shard);
+                true
+            }
+            _ => false,
+        })
     }
 
     /// A replica of another process has released a version.
     pub fn release_remote(&self, version: u32, replica: usize) {
-        let mut state = self.state.lock();
-        state.versions.entry(version).or_insert_with(|| Version::new(self.replicas.count()));
-        state.release(version, replica);
+        self.state.with(|state| {
+            state.versions.entry(version).or_insert_with(|| Version::new(self.replicas.count()));
+            state.release(version, replica);
+        });
     }
 
     /// Releases a version for a replica. The last release frees it.
     pub fn release(&self, version: u32, replica: usize) {
-        let is_new = self.state.lock().release(version, replica);
+        let is_new = self.state.with(|state| state.release(version, replica));
         if is_new {
             self.replicas.send_to_all(replica, &encode(&ShardMessage::Release { version }), &[]);
         }
@@ -141,27 +137,22 @@ impl WeightShards {
     ) -> Result<(), DeviceError> {
         let is_remote = |owner: &usize| self.replicas.process(*owner).is_some();
         let remote_owners: Vec<usize> = (0..self.replicas.count()).filter(is_remote).collect();
-        let mut state = self.state.lock();
         for &owner in &remote_owners {
-            state.expected.insert((reader, owner), None);
+            self.state.with(|state| state.expected.insert((reader, owner), None));
             let message = ShardMessage::Read { version, parameter, of: owner };
             self.replicas.send_to(reader, owner, &encode(&message), Vec::new());
         }
-        let shards: Vec<Arc<Buffer>> = loop {
-            if state.is_abandoned {
-                return Err(PEER_LOST);
-            }
+        let shards: Vec<Arc<Buffer>> = self.state.wait(|state| {
             let shard_of = |owner: usize| match is_remote(&owner) {
                 true => state.expected.get(&(reader, owner)).cloned().flatten(),
                 false => state.shard(version, parameter, owner),
             };
-            match (0..self.replicas.count()).map(shard_of).collect() {
-                Some(shards) => break shards,
-                None => self.changed.wait(&mut state),
+            let shards: Option<Vec<_>> = (0..self.replicas.count()).map(shard_of).collect();
+            if shards.is_some() {
+                state.expected.retain(|(of, _), _| *of != reader);
             }
-        };
-        remote_owners.iter().for_each(|owner| drop(state.expected.remove(&(reader, *owner))));
-        drop(state);
+            Ok(shards)
+        })?;
         // A wrong shard length means that the shard is not of this parameter.
         if shards.iter().map(|shard| shard.len()).sum::<usize>() != to.len() {
             return Err(PEER_LOST);
@@ -177,8 +168,7 @@ impl WeightShards {
 
     /// Fails all current and future waits, after a worker was lost.
     pub fn abandon(&self) {
-        self.state.lock().is_abandoned = true;
-        self.changed.notify_all();
+        self.state.abandon();
     }
 }
 
@@ -208,20 +198,6 @@ mod tests {
         let refused = weight_shards.read(0, (3, 0), Buffer::host(4).region_mut(), &device);
         assert_eq!(refused, Err(PEER_LOST));
         weight_shards.release(3, 1);
-        assert!(weight_shards.state.lock().versions.is_empty());
-    }
-
-    #[test]
-    fn nobody_waits_for_one_that_is_gone() {
-        let weight_shards = WeightShards::new(Arc::new(Members::here(2)));
-        weight_shards.publish(0, 0, share(&[1]));
-        std::thread::scope(|scope| {
-            let waits = scope.spawn(|| {
-                let device = DeviceContext::new(cpu(), Arc::default()).unwrap();
-                weight_shards.read(1, (0, 0), Buffer::host(2).region_mut(), &device)
-            });
-            weight_shards.abandon();
-            assert_eq!(waits.join().unwrap(), Err(PEER_LOST));
-        });
+        assert!(weight_shards.state.with(|state| state.versions.is_empty()));
     }
 }
