@@ -46,8 +46,8 @@ pub struct StageSnapshot {
     /// Only set by the first replica, which saves what all replicas have in common.
     pub state: Option<StageState>,
     /// The first replica has all weights and states, and the others their shards of the optimizer state. Each has older
-    /// versions and predicted weights of its micro-batches after the checkpoint. The versions are without tied weights that
-    /// have versions of their own.
+    /// versions and predicted weights of its micro-batches after the checkpoint. The versions are without tied weights
+    /// that have versions of their own.
     pub tensors: StageTensors,
     pub counted_bytes: Option<CountedBytes>,
 }
@@ -89,8 +89,8 @@ impl StageSnapshot {
         self.tensors.values().map(|tensor| tensor.len()).sum()
     }
 
-    /// Checks that a snapshot has the tensors of its stage, each with a size that it may have. Optimizer state may be one
-    /// of [`SnapshotKey::replicas`] shards.
+    /// Checks that a snapshot has the tensors of its stage, each with a size that it may have. Optimizer state may be
+    /// one of [`SnapshotKey::replicas`] shards.
     pub fn check(&self, code: &StageCode) -> Result<(), &'static str> {
         let shard = (self.key.replica, self.key.replicas);
         if let Some((tensor, _)) =

@@ -8,8 +8,8 @@ use crate::device::error::DeviceError;
 use crate::exec::stage_tensor::StageTensor;
 use std::sync::Arc;
 
-/// Merges the shards of one stage's replicas into the first snapshot, in replica order. Unsharded snapshots are returned
-/// unchanged.
+/// Merges the shards of one stage's replicas into the first snapshot, in replica order. Unsharded snapshots are
+/// returned unchanged.
 pub fn merge_shards(mut snapshots: Vec<StageSnapshot>) -> Result<Vec<StageSnapshot>, DeviceError> {
     snapshots.sort_by_key(|snapshot| snapshot.key.replica);
     let Some((first, others)) = snapshots.split_first_mut() else { return Ok(snapshots) };

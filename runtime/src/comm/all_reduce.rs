@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 /// Limits of the bytes of a chunk. Otherwise a chunk is `1 / CHUNK_PART` of the bytes that a member reduces per round.
 const LEAST_CHUNK: usize = 64 << 10;
-pub const MOST_CHUNK: usize = 4 << 20;
+const MOST_CHUNK: usize = 4 << 20;
 const CHUNK_PART: usize = 128;
 
 /// A member's part of one sum.
@@ -35,13 +35,6 @@ pub enum Collective {
     AllReduce(u64),
     /// The members' ranges of `sum` are there already.
     AllGather(u64),
-}
-
-impl Collective {
-    pub fn number(self) -> u64 {
-        let (Collective::AllReduce(number) | Collective::AllGather(number)) = self;
-        number
-    }
 }
 
 /// Parts of a collective's sums. All members list the same sums; those that do not exist are `None`.

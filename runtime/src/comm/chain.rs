@@ -140,10 +140,6 @@ impl OpenCollective {
         OpenCollective { parts, chunks, ready: [false; 2], waiting: Default::default(), remaining, sent: Vec::new() }
     }
 
-    pub fn sum(&self, chunk: usize) -> Option<&Addends> {
-        self.parts[self.chunks[chunk].index].as_ref()
-    }
-
     /// Drops the windows that nobody else holds. Returns true if none are left.
     pub fn drop_sent(&mut self) -> bool {
         self.sent.retain_mut(|window| Arc::get_mut(window).is_none());

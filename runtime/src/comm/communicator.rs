@@ -14,8 +14,8 @@ use std::sync::Arc;
 /// The failure of a collective because a member is lost.
 pub const PEER_LOST: DeviceError = DeviceError::Kernel(KernelError::Disconnected);
 
-/// Numbered tensors, which a member contributes: terms of a tied weight by rank, shards by parameter, or the one operand of
-/// a collective.
+/// Numbered tensors, which a member contributes: terms of a tied weight by rank, shards by parameter, or the one
+/// operand of a collective.
 pub type Tensors = Vec<(usize, Arc<Buffer>)>;
 
 struct Collective<T> {

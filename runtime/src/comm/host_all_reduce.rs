@@ -11,7 +11,7 @@ use crate::device::api::{Device, Elementwise, Stream};
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
 use crate::device::memory_counter::MemoryCounter;
-use crate::device::region::{Region, RegionMut};
+use crate::device::region::RegionMut;
 use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -221,15 +221,15 @@ impl Work {
         for block in pieces(range.clone(), BLOCK) {
             let mut sum = tools.block.region_mut().slice(0..block.len());
             match rest {
-                [] => tools.stream.copy(block_region(first, &block), sum.reborrow())?,
+                [] => tools.stream.copy(first.region_of(block.clone()), sum.reborrow())?,
                 [second, ..] => {
-                    let operands = [block_region(first, &block), block_region(second, &block)];
+                    let operands = [first.region_of(block.clone()), second.region_of(block.clone())];
                     tools.stream.elementwise(Elementwise::Add, dtype, &operands, sum.reborrow())?
                 }
             }
             rest.iter()
                 .skip(1)
-                .try_for_each(|term| tools.stream.accumulate(dtype, block_region(term, &block), sum.reborrow()))?;
+                .try_for_each(|term| tools.stream.accumulate(dtype, term.region_of(block.clone()), sum.reborrow()))?;
             let receivers = parts.iter().enumerate().filter(|(member, _)| owner.is_none_or(|owner| owner == *member));
             for (_, part) in receivers {
                 tools.stream.copy(sum.as_region(), exclusive(&part.sum, block.clone()))?;
@@ -237,10 +237,6 @@ impl Work {
         }
         Ok(())
     }
-}
-
-fn block_region<'a>(term: &'a Buffer, block: &Range<usize>) -> Region<'a> {
-    term.region_of(block.clone())
 }
 
 /// A range of a buffer that other members hold too, and do not access.

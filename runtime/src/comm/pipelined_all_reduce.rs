@@ -251,7 +251,9 @@ impl PipelinedAllReduce {
                 && let Some(chunk) = open.waiting[direction as usize].pop_front()
             {
                 let mut part = None;
-                if let Some(addends) = open.sum(chunk).filter(|_| open.chunks[chunk].has_sum) {
+                if let Some(addends) =
+                    open.parts[open.chunks[chunk].index].as_ref().filter(|_| open.chunks[chunk].has_sum)
+                {
                     // Readers wait for this chunk alone: the transfers of others may wait for readers.
                     let window = Buffer::window(addends.sum.clone(), open.chunks[chunk].range.clone());
                     member.context.stream.release(&window)?;

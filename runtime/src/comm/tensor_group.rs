@@ -20,8 +20,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Communicator of the same worker on every device. A contribution is a list of one tensor: the operand of that device, in its
-/// memory, the host's, or received from another process.
+/// Communicator of the same worker on every device. A contribution is a list of one tensor: the operand of that device,
+/// in its memory, the host's, or received from another process.
 pub type TensorComm = Communicator<Tensors>;
 
 /// One rank of all tensor-parallel groups of a run, which have equal degrees.

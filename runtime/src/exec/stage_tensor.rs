@@ -58,8 +58,8 @@ impl StageTensor {
         }
     }
 
-    /// True if a tensor of a stage may have so many bytes. 16-bit parameters may be in `f32`, and optimizer state may be
-    /// that of one of several shards.
+    /// True if a tensor of a stage may have so many bytes. 16-bit parameters may be in `f32`, and optimizer state may
+    /// be that of one of several shards.
     pub fn has_size(self, bytes: usize, code: &StageCode, (shard, shards): (u32, u32)) -> bool {
         let Some(named) = self.named(code) else { return false };
         let is_size = |(element, whole): (usize, usize)| {

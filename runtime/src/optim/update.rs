@@ -232,7 +232,7 @@ impl<'a> ParameterUpdater<'a> {
 
 /// The bytes of a weight that this replica updates.
 fn updated_range(shard: &ShardRange, p: usize, weight: &Buffer, dtype: DType) -> Range<usize> {
-    match shard.has_weight_shards() {
+    match shard.shards_weights {
         true => 0..weight.len(),
         false => shard.own(p, weight.len(), dtype.size()),
     }

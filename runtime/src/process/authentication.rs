@@ -243,19 +243,15 @@ fn receive_frame(connection: &mut HandshakeConnection, expected: Kind) -> Result
 #[cfg(test)]
 pub mod tests {
     use super::*;
-    use crate::process::connection::{DeadlineReader, Stream, tests};
-    use crate::process::frame::{FrameReader, FrameWriter};
+    use crate::process::connection::tests;
+    use crate::process::meeting::connection;
     use std::time::Duration;
 
     type Outcome = (Result<(), String>, Result<usize, String>);
 
-    fn connection(Stream { reader, writer, hangup }: Stream) -> HandshakeConnection {
-        let reader = DeadlineReader::new(reader, Duration::from_secs(5), Box::new(|| false));
-        HandshakeConnection { reader: FrameReader::new(reader), writer: FrameWriter::new(writer), hangup }
-    }
-
     fn pair() -> (HandshakeConnection, HandshakeConnection) {
         let (connecting, accepting) = tests::pair();
+        let connection = |stream| connection(stream, Duration::from_secs(5), Arc::default());
         (connection(connecting), connection(accepting))
     }
 

@@ -1,6 +1,6 @@
 //! Messages of all-reduces and all-gathers between processes, in `Part` frames.
 
-use crate::comm::all_reduce::{AllReduce, MOST_CHUNK};
+use crate::comm::all_reduce::{AllReduce, Collective};
 use crate::comm::chain::{ChainHead, ChainMessage};
 use crate::comm::members::Members;
 use crate::comm::pipelined_all_reduce::PipelinedAllReduce;
@@ -31,7 +31,8 @@ impl GroupReceiver for ChainMessages {
         let invalid = |what| FrameError::Field { what };
         let head: ChainHead = fields.value("a message of a collective")?;
         let (direction, collective, chunk) = head;
-        check(collective.number() < self.collectives, "the number of a collective")?;
+        let (Collective::AllReduce(number) | Collective::AllGather(number)) = collective;
+        check(number < self.collectives, "the number of a collective")?;
         let to = direction.neighbour(from, self.members).ok_or(invalid("a direction"))?;
         let mut part = None;
         if let Some((chunk, has_part)) = chunk {
@@ -42,10 +43,6 @@ impl GroupReceiver for ChainMessages {
         fields.end()?;
         let arrived = self.all_reduce.arrive(to, ChainMessage::of(head, part));
         arrived.map_err(|fault| FrameError::of(fault, "a chunk"))
-    }
-
-    fn most(&self) -> usize {
-        MOST_CHUNK.saturating_add(32)
     }
 
     fn abandon(&self) {

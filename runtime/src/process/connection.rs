@@ -1,8 +1,8 @@
 //! A connection to another process: a thread that writes a queue, and a reader with a deadline.
 //!
 //! A worker queues and does not wait for the connection, except for the last chunks of an all-reduce. The program bounds the
-//! queue. The writer sends a heartbeat
-//! every second. The reader gives up when nothing has arrived within the deadline, or when the run is over.
+//! queue. The writer sends a heartbeat every second. The reader gives up when nothing has arrived within the deadline,
+//! or when the run is over.
 
 use crate::comm::members::encode;
 use crate::device::buffer::Buffer;

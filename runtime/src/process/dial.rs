@@ -22,15 +22,13 @@ const RETRY_AFTER_REFUSAL: Duration = Duration::from_millis(500);
 /// Timeout of one connection attempt.
 const ATTEMPT: Duration = Duration::from_secs(1);
 
-/// Makes the hello of a process with the address of its end of the connection.
-pub type MakeHello<'a> = dyn FnMut(SocketAddr) -> Result<Hello, LinkError> + 'a;
-
-/// Connects to a process that has the number `expected`, and is welcomed by it.
+/// Connects to a process that has the number `expected`, and is welcomed by it. `hello` makes the hello of this process
+/// with the address of its end of the connection.
 pub fn dial(
     meeting: &Meeting<'_>,
     address: &str,
     expected: usize,
-    hello: &mut MakeHello<'_>,
+    hello: &mut dyn FnMut(SocketAddr) -> Result<Hello, LinkError>,
 ) -> Result<HandshakeConnection, LinkError> {
     let seconds = meeting.config.connect_timeout.as_secs_f64();
     let mut why = "no time is left".to_string();

@@ -14,7 +14,7 @@ use crate::process::connection::{DeadlineReader, Hangup, Outbound};
 use crate::process::frame::{FrameReader, FrameWriter, Kind};
 use crate::process::parts::PartForm;
 use crate::process::process_group::Group;
-use crate::process::router::{Gathering, GroupReceiver, Route, Routes};
+use crate::process::router::{Gathering, GroupReceiver, Route, Routes, frame_limit};
 use crate::process::run_status::{LinkError, RunStatus};
 use crate::process::stop::StopAgreement;
 use crate::process::tensor_links::{Offered, TensorLinks, connect};
@@ -94,7 +94,6 @@ impl<'a> Exchange<'a> {
         let snapshots = workers.map(|worker| program.stages_of(program.workers[worker].rank).count()).sum();
         (0..snapshots).for_each(|_| _ = token_sender.send(()));
         let (mut queues, mut connections, mut hangups) = (BTreeMap::new(), Vec::new(), Vec::new());
-        let max_result = worker_result::max_bytes(codes);
         for (process, mut connection) in std::mem::take(&mut group.connections) {
             let (sender, queue) = unbounded();
             group.run_status.notify(sender.clone());
@@ -130,7 +129,7 @@ impl<'a> Exchange<'a> {
                 released: Some(release_sender.clone()).filter(|_| process == 0),
                 taken: Some(token_sender.clone()).filter(|_| process == 0),
                 progress: group.progress.clone(),
-                max_result,
+                limit: frame_limit(program, codes),
             };
             hangups.push(connection.hangup);
             connections.push(ConnectionThreads {

@@ -53,7 +53,11 @@ pub fn decode<'a, T: Deserialize<'a>>(content: &'a [u8], what: &'static str) -> 
 
 /// The beginning of a text, of at most [`LONGEST_TEXT`] bytes.
 pub fn shorten(text: &str) -> &str {
-    &text[..text.floor_char_boundary(LONGEST_TEXT)]
+    let mut length = text.len().min(LONGEST_TEXT);
+    while !text.is_char_boundary(length) {
+        length -= 1;
+    }
+    &text[..length]
 }
 
 #[cfg(test)]

@@ -1,13 +1,13 @@
 //! Stage snapshots in frames, for process 0, which writes checkpoints.
 //!
-//! A frame lists the tensors of a snapshot with their lengths, then has their bytes. Each must belong to the stage and have
-//! a size that it may have, and a rank's snapshots of a stage must come in the order of the run.
+//! A frame lists the tensors of a snapshot with their lengths, then has their bytes. Each must belong to the stage and
+//! have a size that it may have, and a rank's snapshots of a stage must come in the order of the run.
 
 use crate::checkpoint::{SnapshotKey, StageSnapshot, StageState};
 use crate::comm::members::encode;
 use crate::device::buffer::Buffer;
 use crate::device::error::DeviceError;
-use crate::exec::stage_code::{NamedTensor, StageCode};
+use crate::exec::stage_code::StageCode;
 use crate::exec::stage_tensor::StageTensor;
 use crate::process::fields::{Fields, check};
 use crate::process::frame::FrameError;
@@ -15,22 +15,11 @@ use crate::process::placement::WorkerPlacement;
 use compiler::schedule::Program;
 use std::sync::Arc;
 
-/// Maximum number of optimizer state tensors per parameter.
-const MOST_STATE: usize = 8;
-/// Upper bound of the numbers per parameter or state, in bytes.
-const NUMBERS: usize = 256;
-
-/// A stage on one rank: what its next snapshot may be.
-struct RankStage {
-    /// With the number of replicas that shard together, and the minibatches before its newest snapshot.
-    key: SnapshotKey,
-    /// The in-flight limit.
-    cap: u32,
-}
-
 /// The valid contents of snapshots from one process.
 pub struct PartForm<'a> {
-    stages: Vec<RankStage>,
+    /// The stages of its ranks, with the number of replicas that shard together, and the minibatches before the newest
+    /// snapshot.
+    stages: Vec<SnapshotKey>,
     codes: &'a [StageCode],
     /// Minibatches of the run.
     minibatches: u32,
@@ -41,26 +30,11 @@ impl<'a> PartForm<'a> {
         let stages = placement.ranks(process).flat_map(|rank| {
             let (worker, tensor_rank) = (&program.workers[placement.worker(rank)], placement.tensor_rank(rank));
             program.stages_of(worker.rank).map(move |stage| {
-                let (replica, program_stage) = (worker.replica, &program.stages[stage.index()]);
-                let key = SnapshotKey { stage, replica, tensor_rank, minibatches: 0, replicas: program_stage.shards() };
-                RankStage { key, cap: program_stage.cap }
+                let (replica, replicas) = (worker.replica, program.stages[stage.index()].shards());
+                SnapshotKey { stage, replica, tensor_rank, minibatches: 0, replicas }
             })
         });
         PartForm { stages: stages.collect(), codes, minibatches: program.items / program.microbatches.max(1) }
-    }
-
-    /// Maximum size of a snapshot, in bytes.
-    pub fn max_bytes(&self) -> usize {
-        let size = |RankStage { key, cap }: &RankStage| {
-            let code = &self.codes[key.stage.index()];
-            let parameter = |named: &NamedTensor| named.gradient().1.saturating_add(NUMBERS);
-            let parameters = code.parameters.iter().map(parameter).fold(NUMBERS, usize::saturating_add);
-            let states = code.states.iter().map(|named| named.bytes + NUMBERS).fold(0, usize::saturating_add);
-            // Weights, master, optimizer state and drift; and versions, forwards and tied weights in flight.
-            let copies = (MOST_STATE + 3).saturating_add((*cap as usize).saturating_add(2).saturating_mul(3));
-            parameters.saturating_mul(copies).saturating_add(states)
-        };
-        self.stages.iter().map(size).max().unwrap_or(0)
     }
 }
 
@@ -79,7 +53,7 @@ pub fn unpack(form: &mut PartForm<'_>, fields: &mut Fields<'_>) -> Result<StageS
     let (key, state, lengths) =
         fields.value::<(SnapshotKey, Option<StageState>, Vec<(StageTensor, usize)>)>("a snapshot")?;
     let of = |key: &SnapshotKey| (key.stage, key.replica, key.tensor_rank);
-    let newest = form.stages.iter_mut().map(|stage| &mut stage.key).find(|newest| of(newest) == of(&key));
+    let newest = form.stages.iter_mut().find(|newest| of(newest) == of(&key));
     let (Some(newest), Some(code)) = (newest, form.codes.get(key.stage.index())) else {
         return Err(FrameError::Field { what: "the stage of a checkpoint" });
     };

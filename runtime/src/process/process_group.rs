@@ -15,6 +15,7 @@ use crate::process::handshake::{HandshakeConnection, Hello, RosterEntry};
 use crate::process::meeting::{Meeting, Notice, ProcessConfig};
 use crate::process::run_status::{LinkError, RunStatus};
 use compiler::schedule::Program;
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
@@ -124,7 +125,7 @@ impl Group {
 /// Connections by process.
 pub type Connections = BTreeMap<usize, HandshakeConnection>;
 
-/// The result of a handshake step: done, refused with a reason, or a connection error.
+/// Done, or refused with a reason, or a connection error.
 type StepResult = Result<Result<(), String>, FrameError>;
 
 /// The steps of joining a run.
@@ -170,6 +171,7 @@ impl Meeting<'_> {
         Ok((connections, roster))
     }
 
+    /// Does a step of the handshake with each process, which may refuse it with a reason.
     fn for_each_connection(
         &self,
         connections: &mut Connections,
@@ -191,10 +193,9 @@ impl Meeting<'_> {
 
     /// Other processes: connect to process 0 and to their lower-numbered peers, and accept the higher-numbered ones.
     fn enter(&self, lines: &BTreeSet<(usize, usize)>) -> Result<(Connections, Vec<RosterEntry>), LinkError> {
-        let process = self.config.process;
         let first = self.config.first_address.clone();
         let mut port = self.config.listen.as_deref().map(listen).transpose()?;
-        let mut connection = dial(self, &first, 0, &mut |local| {
+        let connection = dial(self, &first, 0, &mut |local| {
             let port = match &mut port {
                 Some(port) => &*port,
                 empty => empty.insert(listen(&SocketAddr::new(local.ip(), 0).to_string())?),
@@ -205,55 +206,54 @@ impl Meeting<'_> {
         let bug = || LinkError::Bug { what: "this process does not listen".to_string() };
         let port = port.ok_or_else(bug)?;
         let hello = self.hello(self.config.listen.clone().map_or_else(|| self.listening_address(&port), Ok)?);
-        let roster = self.roster(&mut connection, &first)?;
+        let connect = |lower: usize, address: &str| dial(self, address, lower, &mut |_| Ok(hello.clone()));
+        self.meet(connection, (&first, lines), connect, |higher| gather(self, &port, higher, &hello))
+    }
+
+    /// Connects to the lower-numbered processes and accepts the higher-numbered ones, until process 0, which is
+    /// connected, starts the run.
+    fn meet(
+        &self,
+        mut first: HandshakeConnection,
+        (address, lines): (&str, &BTreeSet<(usize, usize)>),
+        connect: impl Fn(usize, &str) -> Result<HandshakeConnection, LinkError>,
+        accept: impl FnOnce(BTreeSet<usize>) -> Result<Accepted, LinkError>,
+    ) -> Result<(Connections, Vec<RosterEntry>), LinkError> {
+        let process = self.config.process;
+        let roster = self.roster(&mut first, address)?;
         let mut connections = Connections::new();
         for &(lower, _) in lines.iter().filter(|(lower, higher)| *lower > 0 && *higher == process) {
-            let address = roster[lower].address.clone();
-            connections.insert(lower, dial(self, &address, lower, &mut |_| Ok(hello.clone()))?);
+            connections.insert(lower, connect(lower, &roster[lower].address)?);
         }
-        let expected = lines.iter().filter(|(lower, _)| *lower == process).map(|(_, higher)| *higher).collect();
-        let accepted = gather(self, &port, expected, &hello)?;
-        connections.extend(accepted.into_iter().map(|(process, (connection, _))| (process, connection)));
-        self.start(&mut connection, &first)?;
-        connections.insert(0, connection);
+        let higher = lines.iter().filter(|(lower, _)| *lower == process).map(|(_, higher)| *higher).collect();
+        connections.extend(accept(higher)?.into_iter().map(|(process, (connection, _))| (process, connection)));
+        self.start(&mut first, address)?;
+        connections.insert(0, first);
         Ok((connections, roster))
     }
 
     /// All connected (MPI): every process connects to the lower-numbered ones and accepts the higher-numbered ones.
     fn join_connected(
         &self,
-        mut streams: BTreeMap<usize, Stream>,
+        streams: BTreeMap<usize, Stream>,
         lines: &BTreeSet<(usize, usize)>,
     ) -> Result<(Connections, Vec<RosterEntry>), LinkError> {
-        let process = self.config.process;
+        let (process, streams) = (self.config.process, RefCell::new(streams));
         let hello = self.hello(format!("rank {process}"));
-        let mut take_stream = |process: usize| {
+        let take_stream = |process: usize| {
             let what = || LinkError::Bug { what: format!("no stream to process {process} of the run") };
-            streams.remove(&process).ok_or_else(what)
+            streams.borrow_mut().remove(&process).ok_or_else(what)
         };
-        let higher: Vec<usize> = match process {
-            0 => (1..self.config.placement.processes).collect(),
-            _ => lines.iter().filter(|(lower, _)| *lower == process).map(|(_, higher)| *higher).collect(),
+        let accept = |processes: BTreeSet<usize>| -> Result<Accepted, LinkError> {
+            let receive = |process| Ok((process, self.receive_hello(process, take_stream(process)?, &hello)?));
+            processes.into_iter().map(receive).collect()
         };
         if process == 0 {
-            let accepted = higher
-                .into_iter()
-                .map(|process| Ok((process, self.receive_hello(process, take_stream(process)?, &hello)?)));
-            return self.begin(accepted.collect::<Result<_, LinkError>>()?, hello);
+            return self.begin(accept((1..self.config.placement.processes).collect())?, hello.clone());
         }
-        let rank = |process: usize| format!("rank {process}");
-        let mut connection = self.handshake(take_stream(0)?, 0, &hello)?;
-        let roster = self.roster(&mut connection, &rank(0))?;
-        let mut connections = Connections::new();
-        for &(lower, _) in lines.iter().filter(|(lower, higher)| *lower > 0 && *higher == process) {
-            connections.insert(lower, self.handshake(take_stream(lower)?, lower, &hello)?);
-        }
-        for process in higher {
-            connections.insert(process, self.receive_hello(process, take_stream(process)?, &hello)?.0);
-        }
-        self.start(&mut connection, &rank(0))?;
-        connections.insert(0, connection);
-        Ok((connections, roster))
+        let first = self.handshake(take_stream(0)?, 0, &hello)?;
+        let connect = |lower: usize, _: &str| self.handshake(take_stream(lower)?, lower, &hello);
+        self.meet(first, ("rank 0", lines), connect, accept)
     }
 
     /// Authenticates with a lower-numbered process that is already connected.

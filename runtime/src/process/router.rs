@@ -7,6 +7,7 @@
 use crate::checkpoint::StageSnapshot;
 use crate::comm::channel::{Message, TensorMessage};
 use crate::device::tensor_link::{Role, TensorLink};
+use crate::exec::stage_code::StageCode;
 use crate::process::connection::{DeadlineReader, Outbound};
 use crate::process::fields::{Fields, check};
 use crate::process::frame::{FrameError, FrameReader, Kind};
@@ -20,14 +21,38 @@ use crate::process::stop::StopAgreement;
 use crate::process::worker_result::Leaving;
 use crate::stage::worker::{Event, WorkerResult};
 use compiler::op::Value;
-use compiler::schedule::Program;
+use compiler::schedule::{Program, ProgramStage};
 use crossbeam_channel::Sender;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Lower bound of the frame limit, for short frames.
-const SHORT: usize = 1 << 16;
+/// Lower bound of the frame limit, for spans and other short frames.
+const SHORT: usize = 1 << 19;
+/// Upper bound of the numbers that come with a tensor, in bytes.
+const NUMBERS: usize = 256;
+/// Weights, masters and drift of a parameter, and the most tensors of an optimizer's state for it.
+const COPIES: usize = 3 + 8;
+
+/// Maximum frame length of a run. No frame has more than all tensors of its stages, as often as a snapshot may have
+/// them: as weights and optimizer state, and as versions, forwards and tied weights in flight.
+pub fn frame_limit(program: &Program, codes: &[StageCode]) -> u64 {
+    let stage = |(code, stage): (&StageCode, &ProgramStage)| {
+        let parameters = code.parameters.iter().map(|named| named.gradient().1);
+        let states = code.states.iter().map(|named| named.bytes);
+        let transfers = code.sent.iter().chain(&code.gradients_out).map(|transfer| transfer.address.bytes);
+        let steps = [&code.forward, &code.backward, &code.weight].into_iter().flat_map(|pass| &pass.steps);
+        let operands = steps.filter_map(|step| step.collective.as_ref()).map(|collective| collective.operand.bytes());
+        // See `stage_comms` of `train::channels`.
+        let items = stage.cap.saturating_add(program.microbatches).saturating_mul(2) as usize;
+        let samples = code.state_updates.iter().map(|update| update.sample.bytes.saturating_mul(items));
+        let tensors = parameters.chain(states).chain(transfers).chain(operands).chain(samples);
+        let bytes =
+            tensors.fold(items.saturating_mul(8), |sum, bytes| sum.saturating_add(bytes).saturating_add(NUMBERS));
+        bytes.saturating_mul((stage.cap as usize).saturating_add(2).saturating_mul(3).saturating_add(COPIES))
+    };
+    codes.iter().zip(&program.stages).map(stage).fold(SHORT, usize::saturating_add) as u64
+}
 
 /// Receiver of a channel's messages, with the value, group and bytes of each tensor.
 pub struct Route {
@@ -39,8 +64,6 @@ pub struct Route {
 pub trait GroupReceiver: Send + Sync {
     /// Reads a message of a member.
     fn arrive(&self, member: usize, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<(), FrameError>;
-    /// Maximum bytes of a message.
-    fn most(&self) -> usize;
     /// Fails all waits, after the process was lost.
     fn abandon(&self);
 }
@@ -83,17 +106,16 @@ pub struct Routes<'a> {
     /// On other processes, for process 0: notified when it has taken a snapshot.
     pub taken: Option<Sender<()>>,
     pub progress: Progress,
-    /// Maximum frame of a worker result.
-    pub max_result: usize,
+    /// Maximum frame length.
+    pub limit: u64,
 }
 
 impl Routes<'_> {
     /// Reads frames until the run is over. An error ends the run, unless it has already ended.
     pub fn read(mut self, mut reader: FrameReader<DeadlineReader>, run_status: &RunStatus) {
-        let limit = self.limit();
         let mut ring = Ring::default();
         loop {
-            let handled = match reader.read(limit) {
+            let handled = match reader.read(self.limit) {
                 Ok((kind, content)) => self.handle(kind, content, &mut ring, run_status),
                 Err(fault) => Err(fault),
             };
@@ -119,18 +141,6 @@ impl Routes<'_> {
         let rank = self.placement.ranks(process).next()?;
         let index = self.progress.get(rank)?.load(Ordering::Relaxed) as usize;
         self.program.describe(self.program.workers.get(self.placement.worker(rank))?, index)
-    }
-
-    /// Maximum frame length.
-    fn limit(&self) -> u64 {
-        let message =
-            |route: &Route| route.tensors.iter().fold(16usize, |sum, (_, _, bytes)| sum.saturating_add(*bytes));
-        let messages = self.channels.values().map(message);
-        let parts = self.groups.values().map(|(receiver, _)| receiver.most().saturating_add(24));
-        let results = self.gathering.as_ref().map(|_| self.max_result);
-        let takes_snapshots = self.gathering.as_ref().filter(|gathering| gathering.snapshots.is_some());
-        let snapshots = takes_snapshots.map(|gathering| gathering.form.max_bytes());
-        messages.chain(parts).chain(results).chain(snapshots).max().unwrap_or(0).max(SHORT) as u64
     }
 
     /// Handles one frame. Returns false after the last one.

@@ -113,11 +113,6 @@ impl GroupReceiver for ShardMessages {
         fields.end()
     }
 
-    fn most(&self) -> usize {
-        let gradients = self.terms.iter().map(|term| term.bytes);
-        gradients.chain(self.parameters.iter().copied()).max().unwrap_or(0).saturating_add(32)
-    }
-
     fn abandon(&self) {
         self.shards.abandon();
     }
@@ -163,7 +158,6 @@ mod tests {
         ];
         for bytes in valid {
             let messages = shards();
-            assert!(bytes.len() <= messages.most());
             assert!((0..bytes.len()).all(|length| arrive(&messages, &bytes[..length]).is_err()));
             assert_eq!(arrive(&messages, &bytes), Ok(()));
         }

@@ -1,7 +1,7 @@
 //! What members of a communicator send to other processes.
 //!
-//! All processes compile the same stages. So the tensors that a frame may hold and their sizes are known, and anything else
-//! is refused.
+//! All processes compile the same stages. So the tensors that a frame may hold and their sizes are known, and anything
+//! else is refused.
 
 use crate::comm::communicator::{Communicator, Forward, Tensors};
 use crate::comm::members::{Members, encode};
@@ -25,9 +25,6 @@ pub trait Contribution: Sized + Send + Sync + 'static {
 
     /// Reads and checks a contribution.
     fn unpack(form: &Self::Form, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<Self, FrameError>;
-
-    /// Maximum size, in bytes.
-    fn most(form: &Self::Form) -> usize;
 }
 
 /// A communicator with members in other processes, and the valid contents of their contributions.
@@ -66,10 +63,6 @@ impl<T: Contribution> GroupReceiver for RemoteCommunicator<T> {
         check(self.communicator.unfinished() <= self.most_unfinished, "the number of a collective")
     }
 
-    fn most(&self) -> usize {
-        T::most(&self.form).saturating_add(10)
-    }
-
     fn abandon(&self) {
         self.communicator.abandon();
     }
@@ -106,11 +99,6 @@ impl Contribution for BucketContribution {
         let samples = items.into_iter().map(&mut values).collect::<Result<_, FrameError>>()?;
         Ok(BucketContribution { has_terms, samples })
     }
-
-    fn most(form: &ContributionForm) -> usize {
-        let sample = form.samples.iter().fold(5usize, |sum, bytes| sum.saturating_add(*bytes));
-        form.terms.saturating_add(20).saturating_add(sample.saturating_mul(form.most_items))
-    }
 }
 
 /// The bytes that a tensor of each number may have.
@@ -134,11 +122,6 @@ impl Contribution for Tensors {
         check(lengths.iter().all(&mut is_valid), what)?;
         lengths.into_iter().map(|(number, bytes)| Ok((number, ring.tensor(fields, bytes, what)?))).collect()
     }
-
-    fn most(form: &TensorsForm) -> usize {
-        let most = form.values().filter_map(BTreeSet::last).map(|bytes| bytes.saturating_add(20));
-        most.fold(10, usize::saturating_add)
-    }
 }
 
 impl Contribution for Squares {
@@ -154,10 +137,6 @@ impl Contribution for Squares {
         let is_valid = squares.len() <= *names && squares.iter().all(|(number, _)| number < names);
         check(is_valid, "a squared norm")?;
         Ok(squares)
-    }
-
-    fn most(names: &usize) -> usize {
-        names.saturating_mul(18).saturating_add(10)
     }
 }
 
@@ -179,7 +158,6 @@ mod tests {
             let read = T::unpack(form, &mut fields, &mut Ring::default()).and_then(|_| fields.end());
             assert!(read.is_err(), "{length} of {}", bytes.len());
         }
-        assert!(bytes.len() <= T::most(form));
         T::unpack(form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap()
     }
 
@@ -217,7 +195,6 @@ mod tests {
         let operand = || vec![tensor(0, &[1, 2, 3, 4])];
         let arrive = |number: u64, member: usize| {
             let content = [encode(&number), packed(&operand())].concat();
-            assert!(content.len() <= remote.most());
             remote.arrive(member, &mut Fields::of(&content), &mut Ring::default())
         };
         assert!(arrive(0, 2).is_err(), "there is no such rank");

@@ -95,7 +95,7 @@ impl StageWorker<'_> {
         contributions: &[BucketContribution],
     ) -> Result<(), DeviceError> {
         let Some(across_groups) = &self.comms.across_groups else { return Ok(()) };
-        let (device, degree) = (&self.executor.device, self.shard.degree());
+        let (device, degree) = (&self.executor.device, self.shard.degree);
         let group = contributions.chunks(degree).nth(self.shard.group()).unwrap_or_default();
         let mut parts = Vec::new();
         for (index, (term, sum)) in self.code.gradient_terms.iter().zip(terms.iter_mut()).enumerate() {
@@ -115,7 +115,7 @@ impl StageWorker<'_> {
         }
         across_groups.contribute(Collective::AllReduce(number), self.shard.group(), parts)?;
         across_groups.wait(Collective::AllReduce(number), self.shard.group())?;
-        Ok(terms.iter().flatten().try_for_each(|sum| device.stream.acquire(sum))?)
+        terms.iter().flatten().try_for_each(|sum| device.stream.acquire(sum))
     }
 
     /// The gradients since the last step, for a stage without replicas.

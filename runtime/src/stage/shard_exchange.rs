@@ -31,7 +31,7 @@ impl StageWorker<'_> {
 
     /// The sharded parameters that the step to a version has written, in one bucket. None under ZeRO 3.
     fn stepped_parameters(&self, version: u32, bucket: u32) -> Vec<usize> {
-        let stepped = self.stepped.get(&version).filter(|_| !self.shard.has_weight_shards());
+        let stepped = self.stepped.get(&version).filter(|_| !self.shard.shards_weights);
         let parameters = stepped.iter().flat_map(|stepped| &stepped.parameters).copied();
         parameters.filter(|p| self.shard.is_sharded(*p) && self.round_gradients.bucket_of(*p) == bucket).collect()
     }
@@ -84,7 +84,7 @@ impl StageWorker<'_> {
 
     /// Gathers all sharded parameters of a version.
     pub(super) fn gather_weights(&self, version: u32, weights: &Weights) -> Result<Weights, DeviceError> {
-        let Some(shard_stream) = self.shard_stream.as_ref().filter(|_| self.shard.has_weight_shards()) else {
+        let Some(shard_stream) = self.shard_stream.as_ref().filter(|_| self.shard.shards_weights) else {
             return Ok(weights.clone());
         };
         let gather = |(p, weight): (usize, &Arc<Buffer>)| {
@@ -114,7 +114,7 @@ impl StageWorker<'_> {
         let parameters = self.code.parameters.len();
         // Numbers from `parameters` on stand for gradients.
         let is_sharded = |p: &usize| self.shard.is_sharded(*p);
-        let in_shares = |p: &usize| self.shard.has_weight_shards() || is_half(self.code.parameters[*p].fact.dtype);
+        let in_shares = |p: &usize| self.shard.shards_weights || is_half(self.code.parameters[*p].fact.dtype);
         let masters = (0..parameters).filter(|p| is_sharded(p) && in_shares(p));
         let mut shards: Tensors = masters.map(|p| (p, weights[p].clone())).collect();
         let copies = gradients.iter().filter(|(p, _)| is_sharded(p));

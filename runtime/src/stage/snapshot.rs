@@ -165,7 +165,7 @@ impl StageWorker<'_> {
         }
         // Every group has all shards, and the first one saves them.
         let saves_shards = self.shard.has_shards() && self.shard.group() == 0;
-        let replicas = if saves_shards { self.shard.degree() as u32 } else { 1 };
+        let replicas = if saves_shards { self.shard.degree as u32 } else { 1 };
         let is_saved = |p: &usize| self.is_first || replicas > 1 && self.shard.is_sharded(*p);
         for p in (0..self.code.parameters.len()).filter(is_saved) {
             self.copy_optimizer_state(p, &mut tensors)?;

@@ -158,7 +158,7 @@ impl<'a> StageWorker<'a> {
         let updater =
             ParameterUpdater::new(code, config.optimizer, masters, staleness, shard.clone(), &executor.device)?;
         counter.add(updater.bytes() + state_bytes + code.arena_bytes);
-        if shard.has_weight_shards() {
+        if shard.shards_weights {
             let shards = shard.shard_weights(&code.parameters, &first, &executor.device)?;
             // Older versions of a resumed run stay unsharded.
             if let Some(resume) = &mut resume {
@@ -174,7 +174,7 @@ impl<'a> StageWorker<'a> {
             all_reduce.enter(shard.rank(), &setup.device, gradient_bytes, counter)?;
         }
         if let Some(across) = &comms.across_groups {
-            let bytes = gradient_bytes / shard.degree().max(1);
+            let bytes = gradient_bytes / shard.degree.max(1);
             across.enter(shard.group(), &setup.device, bytes, counter)?;
         }
         let mut late_weights = Vec::new();

@@ -39,8 +39,8 @@ use compiler::schedule::{EdgeId, Instruction, Payload, Program, WorkerId, Worker
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-/// Collectives in which a rank of a tensor-parallel group may take part at once: it may contribute to the next while another
-/// reads the last.
+/// Collectives in which a rank of a tensor-parallel group may take part at once: it may contribute to the next while
+/// another reads the last.
 const MOST_UNFINISHED: usize = 2;
 
 /// The channel endpoints of a worker.
@@ -103,8 +103,8 @@ pub fn tensor_groups(
     workers.map(group).collect()
 }
 
-/// The operands of a worker's collectives: those of its code, the shards of parameters that a program saves, also in `f32`,
-/// and the squared norms of gradients.
+/// The operands of a worker's collectives: those of its code, the shards of parameters that a program saves, also in
+/// `f32`, and the squared norms of gradients.
 fn operands_form<'a>(stages: impl Iterator<Item = &'a StageCode>, layouts: &Layouts) -> TensorsForm {
     let mut sizes = BTreeSet::new();
     for code in stages {
@@ -298,7 +298,8 @@ fn open_zero(
     Ok(())
 }
 
-/// What the final gather of one of so many replicas may hold: shards of parameters, then of their gradients, also in `f32`.
+/// What the final gather of one of so many replicas may hold: shards of parameters, then of their gradients, also in
+/// `f32`.
 fn shards_form(code: &StageCode, replicas: usize) -> TensorsForm {
     let sizes = |named: &NamedTensor| -> BTreeSet<usize> {
         let (wide, wide_bytes) = named.gradient();
@@ -324,13 +325,13 @@ pub fn shard_range(
         |p: usize| program_stage.zero >= 3 && code.read_apart().any(|address| address.slot == Slot::Parameter(p));
     let is_sharded =
         |p: usize| program_stage.zero > 0 && tied.iter().all(|tied| tied.parameter != p) && !is_read_whole(p);
-    let shard = ShardRange::of(
-        replica as usize,
-        program_stage.replicas as usize,
-        (0..code.parameters.len()).map(is_sharded).collect(),
-    );
-    let shard = shard.in_groups(program_stage.shards() as usize);
-    if program_stage.zero >= 3 { shard.of_weights() } else { shard }
+    ShardRange {
+        replica: replica as usize,
+        replicas: program_stage.replicas as usize,
+        degree: program_stage.shards() as usize,
+        sharded: (0..code.parameters.len()).map(is_sharded).collect(),
+        shards_weights: program_stage.zero >= 3,
+    }
 }
 
 /// Maximum number of shards per parameter.

@@ -64,8 +64,8 @@ pub fn join(name: String, thread: Thread<'_>) -> Result<WorkerResult, TrainError
     }
 }
 
-/// The result of all workers, of which these are the results by global rank. Times and memory are those of the first rank of
-/// each tensor-parallel group.
+/// The result of all workers, of which these are the results by global rank. Times and memory are those of the first
+/// rank of each tensor-parallel group.
 pub fn collect(
     training: &TrainJob<'_>,
     (layouts, degree): (&Layouts, usize),

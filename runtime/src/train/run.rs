@@ -170,7 +170,8 @@ pub struct TensorRanks<'a> {
     pub layouts: Arc<Layouts>,
 }
 
-/// Like [`run_in_group`] for tensor-parallel groups, whose shards it joins. `on_snapshot` receives the snapshots of all ranks.
+/// Like [`run_in_group`] for tensor-parallel groups, whose shards it joins. `on_snapshot` receives the snapshots of all
+/// ranks.
 pub fn run_ranks(
     training: &TrainJob<'_>,
     options: RunOptions<'_>,
@@ -383,10 +384,13 @@ pub fn run_ranks(
 /// Fails all waits for a part in collectives.
 type Abandon = Box<dyn Fn() + Send>;
 
+/// Ends the run because of a failure in this process.
+type Blame = Box<dyn Fn(&str) + Send>;
+
 /// Fails all waits of peers for this worker, unless it finished.
 struct AbandonGuard {
     abandon: Vec<Abandon>,
-    blame: Option<Box<dyn Fn(&str) + Send>>,
+    blame: Option<Blame>,
 }
 
 impl Drop for AbandonGuard {

@@ -90,8 +90,8 @@ impl<'a> ShardGatherer<'a> {
         Ok(StageSnapshot { key, state: first.state.clone(), tensors, counted_bytes: None })
     }
 
-    /// Checks that each version has all split weights, unless another replica saves it. Tied weights with versions of their
-    /// own are not in it, and not split.
+    /// Checks that each version has all split weights, unless another replica saves it. Tied weights with versions of
+    /// their own are not in it, and not split.
     fn check_split(&self, snapshot: &StageSnapshot, code: &StageCode) -> Result<(), &'static str> {
         let is_split = |p: &usize| split_of(self.layouts, &code.parameters[*p].name).is_some();
         let split: Vec<usize> = (0..code.parameters.len()).filter(is_split).collect();
@@ -110,8 +110,8 @@ impl<'a> ShardGatherer<'a> {
     }
 }
 
-/// Joins the tensors of a stage on all ranks. Of one that is not split, the first rank has the whole. Fails if a rank lacks
-/// a shard, or has one of another size.
+/// Joins the tensors of a stage on all ranks. Of one that is not split, the first rank has the whole. Fails if a rank
+/// lacks a shard, or has one of another size.
 pub fn join_tensors(code: &StageCode, layouts: &Layouts, ranks: &[&StageTensors]) -> Result<StageTensors, GatherError> {
     let mut joined = StageTensors::new();
     for place in ranks.iter().flat_map(|tensors| tensors.keys()) {

@@ -105,8 +105,8 @@ impl GradientShards {
         GradientShards { weights, replicas, state: Monitor::new(state), receiver: Mutex::new(None) }
     }
 
-    /// Registers a replica of this process with its device, which will hold its shards, and its memory counter. It accepts
-    /// gradients of rounds up to `last`.
+    /// Registers a replica of this process with its device, which will hold its shards, and its memory counter. It
+    /// accepts gradients of rounds up to `last`.
     pub fn enter(&self, replica: usize, device: &Arc<dyn Device>, counter: &Arc<MemoryCounter>, last: u32) {
         self.state.with(|state| {
             if let Some(owner) = state.owners.get_mut(replica) {
@@ -271,7 +271,8 @@ impl GradientShards {
     }
 }
 
-/// Adds a gradient of a device to a sum on its owner's, or begins the sum. Copies between devices take the memory of a chunk.
+/// Adds a gradient of a device to a sum on its owner's, or begins the sum. Copies between devices take the memory of a
+/// chunk.
 fn add_part(
     device: &DeviceContext,
     owner: &DeviceContext,

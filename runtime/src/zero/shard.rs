@@ -17,35 +17,20 @@ use std::sync::Arc;
 /// The parameter shards of one replica.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShardRange {
-    replica: usize,
-    replicas: usize,
-    /// Number of replicas that shard together.
-    degree: usize,
+    pub replica: usize,
+    pub replicas: usize,
+    /// Number of consecutive replicas that shard together.
+    pub degree: usize,
     /// True for each parameter that is sharded.
-    sharded: Vec<bool>,
+    pub sharded: Vec<bool>,
     /// True if weights are sharded too (ZeRO 3).
-    shards_weights: bool,
+    pub shards_weights: bool,
 }
 
 impl ShardRange {
     /// The shards of one replica, for parameters with `sharded`. All replicas shard together.
     pub fn of(replica: usize, replicas: usize, sharded: Vec<bool>) -> ShardRange {
         ShardRange { replica, replicas, degree: replicas, sharded, shards_weights: false }
-    }
-
-    /// Groups of `degree` consecutive replicas shard.
-    pub fn in_groups(self, degree: usize) -> ShardRange {
-        ShardRange { degree, ..self }
-    }
-
-    /// Shards the weights too (ZeRO 3).
-    pub fn of_weights(self) -> ShardRange {
-        ShardRange { shards_weights: true, ..self }
-    }
-
-    /// True if weights are sharded.
-    pub fn has_weight_shards(&self) -> bool {
-        self.shards_weights
     }
 
     /// The part of a full weight version that this replica keeps.
@@ -70,11 +55,6 @@ impl ShardRange {
     /// Number of this replica among those that shard together.
     pub fn rank(&self) -> usize {
         self.replica % self.degree.max(1)
-    }
-
-    /// Number of replicas that shard together.
-    pub fn degree(&self) -> usize {
-        self.degree
     }
 
     /// The group of replicas that this one shards with.
@@ -124,7 +104,7 @@ mod tests {
     fn a_group_counts_the_micro_batches_of_its_replicas() {
         let (replicas, degree) = (6, 2);
         for replica in 0..replicas {
-            let shard = ShardRange::of(replica, replicas, Vec::new()).in_groups(degree);
+            let shard = ShardRange { degree, ..ShardRange::of(replica, replicas, Vec::new()) };
             assert_eq!((shard.rank(), shard.group()), (replica % degree, replica / degree));
             for before in 0..20 {
                 let of_group = (0..before).filter(|item| item % replicas / degree == shard.group()).count();

@@ -18,7 +18,8 @@ pub struct Term {
 pub enum ShardMessage {
     /// It accepts gradients of rounds up to `last`.
     Open { last: u32 },
-    /// A micro-batch's term, after `before` others of its round: the parts of the receiving process's replicas, in order.
+    /// A micro-batch's term, after `before` others of its round: the parts of the receiving process's replicas, in
+    /// order.
     Add { term: Term, before: u32 },
     /// A term of replica `to` was added.
     Added { to: usize },

@@ -106,7 +106,7 @@ impl ShardStream {
 
     /// Publishes this replica's shard of a version.
     pub fn publish(&self, version: u32, weights: &Weights, device: &DeviceContext) -> Result<(), DeviceError> {
-        if self.shard.has_weight_shards() {
+        if self.shard.shards_weights {
             weights.iter().try_for_each(|weight| device.release(weight))?;
             let shards = weights.iter().enumerate().map(|(parameter, weight)| match self.shard.is_sharded(parameter) {
                 true => weight.clone(),
@@ -191,7 +191,7 @@ fn moments(code: &StageCode, shard: &ShardRange, sequence: &Sequence) -> Vec<Mom
     let read = |step: &Step| -> BTreeSet<usize> {
         let parameter_of = |address: &TensorAddress| match address.slot {
             Slot::Parameter(parameter) => {
-                Some(parameter).filter(|_| shard.has_weight_shards() && shard.is_sharded(parameter))
+                Some(parameter).filter(|_| shard.shards_weights && shard.is_sharded(parameter))
             }
             _ => None,
         };
