@@ -11,7 +11,7 @@ use compiler::op::KernelError;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// The failure of a collective because a member is lost.
+/// The failure of a collective because a member is lost, or sent something invalid.
 pub const PEER_LOST: DeviceError = DeviceError::Kernel(KernelError::Disconnected);
 
 /// Numbered tensors, which a member contributes: terms of a tied weight by rank, shards by parameter, or the one

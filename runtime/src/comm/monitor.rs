@@ -42,7 +42,7 @@ impl<T> Monitor<T> {
         }
     }
 
-    /// Fails all current and future waits, after a peer was lost.
+    /// Fails all waits that find nothing, after a peer was lost.
     pub fn abandon(&self) {
         self.state.lock().is_abandoned = true;
         self.changed.notify_all();

@@ -185,7 +185,8 @@ fn decode_refusal(content: &[u8]) -> Result<String, FrameError> {
     let invalid = || FrameError::Field { what: "the reason" };
     let (length, text) = content.split_first_chunk().ok_or_else(invalid)?;
     check(u32::from_le_bytes(*length) as usize == text.len(), "the reason")?;
-    String::from_utf8(text.to_vec()).map_err(|_| invalid())
+    let text = std::str::from_utf8(text).map_err(|_| invalid())?;
+    Ok(shorten_text(text).to_string())
 }
 
 #[cfg(test)]

@@ -61,8 +61,13 @@ pub fn unpack(form: &mut PartForm<'_>, fields: &mut Fields<'_>) -> Result<StageS
     check(is_next, "the step of a checkpoint")?;
     let is_shard = key.replicas == newest.replicas && key.replica < key.replicas;
     check(key.replicas == 1 || is_shard, "the replicas of a checkpoint")?;
+    check(state.is_some() == (key.replica == 0), "the state of a checkpoint")?;
     let mut snapshot = StageSnapshot { key, state, tensors: Default::default(), counted_bytes: None };
+    let shard = (key.replica, key.replicas);
     for (place, bytes) in lengths {
+        // Checked before anything is allocated for it.
+        let is_possible = !matches!(place, StageTensor::Gradient(_)) && place.has_size(bytes, code, shard);
+        check(is_possible, "a tensor of a checkpoint")?;
         let tensor = Arc::new(Buffer::host_copy(fields.bytes(bytes, "a tensor of a checkpoint")?));
         check(snapshot.tensors.insert(place, tensor).is_none(), "a tensor of a checkpoint")?;
     }
@@ -103,7 +108,8 @@ mod tests {
 
     fn snapshot(tensor_rank: usize, minibatches: u32) -> StageSnapshot {
         let key = SnapshotKey { stage: StageId(0), replica: 0, tensor_rank, minibatches, replicas: 1 };
-        StageSnapshot { key, state: None, tensors: Default::default(), counted_bytes: None }
+        let state = Some(StageState { updates: Vec::new(), scale: None });
+        StageSnapshot { key, state, tensors: Default::default(), counted_bytes: None }
     }
 
     #[test]
@@ -131,9 +137,10 @@ mod tests {
     fn a_snapshot_has_the_tensors_of_its_stage() {
         let (program, codes) = (program(), [StageCode::default()]);
         let placement = WorkerPlacement::even(1, 2, 2).unwrap();
-        let wrong: [fn(&mut StageSnapshot); 3] = [
+        let wrong: [fn(&mut StageSnapshot); 4] = [
             |snapshot| drop(snapshot.tensors.insert(StageTensor::Weight(0), Arc::new(Buffer::empty()))),
             |snapshot| snapshot.key.replicas = 2,
+            |snapshot| snapshot.state = None,
             |snapshot| snapshot.state = Some(StageState { updates: vec![1], scale: None }),
         ];
         for change in wrong {

@@ -150,7 +150,8 @@ pub fn abort(cause: &LinkError) -> Outbound {
 
 /// The culprit and the reason in the content of such a frame.
 pub fn abort_reason(content: &[u8]) -> Result<(Option<usize>, String), FrameError> {
-    decode(content, "the reason for the end")
+    let (culprit, what): (_, String) = decode(content, "the reason for the end")?;
+    Ok((culprit, shorten(&what).to_string()))
 }
 
 #[cfg(test)]

@@ -59,7 +59,7 @@ impl ShardMessages {
         check(self.local_replicas.contains(&replica), "a replica")
     }
 
-    /// Reads a tensor, which replica `to` of this process pays for.
+    /// Reads a tensor, counted as memory of replica `to` of this process.
     fn tensor(
         &self,
         to: usize,

@@ -25,7 +25,7 @@ impl PendingSnapshots {
     }
 }
 
-/// A snapshot that waits until so many tied weights have reached its version.
+/// A snapshot that waits until `missing` tied weights have reached its version.
 pub(super) struct WaitingSnapshot {
     pub(super) version: u32,
     pub(super) missing: usize,

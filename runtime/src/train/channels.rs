@@ -183,7 +183,7 @@ fn open<G, R: GroupReceiver + 'static>(
     exchange.as_mut().map_or(Ok(None), |exchange| exchange.open(ranks, make))
 }
 
-/// Creates a communicator of this rank of some workers, in rank order, for less than so many collectives.
+/// Creates a communicator of this rank of some workers, in rank order, for fewer than `collectives` collectives.
 fn open_communicator<T: Contribution>(
     context: &mut RankContext<'_, '_>,
     workers: &[usize],
@@ -298,7 +298,7 @@ fn open_zero(
     Ok(())
 }
 
-/// What the final gather of one of so many replicas may hold: shards of parameters, then of their gradients, also in
+/// What the final gather of one of `replicas` replicas may hold: shards of parameters, then of their gradients, also in
 /// `f32`.
 fn shards_form(code: &StageCode, replicas: usize) -> TensorsForm {
     let sizes = |named: &NamedTensor| -> BTreeSet<usize> {

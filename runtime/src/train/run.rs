@@ -381,7 +381,7 @@ pub fn run_ranks(
     collect(training, (&ranks.layouts, degree), outcomes, losses.done(), seconds).map(Some)
 }
 
-/// Fails all waits for a part in collectives.
+/// Fails all waits for this worker in collectives.
 type Abandon = Box<dyn Fn() + Send>;
 
 /// Ends the run because of a failure in this process.

@@ -103,7 +103,7 @@ impl<'a> ShardGatherer<'a> {
             StageTensor::Forward(item, _) if !split.iter().all(|p| has(StageTensor::Forward(item, *p))) => {
                 Some("a version does not have all weights")
             }
-            StageTensor::Tied(p, _) if split.contains(&p) => Some("a tied weight has no versions of its own"),
+            StageTensor::Tied(p, _) if split.contains(&p) => Some("a split weight has versions of its own"),
             _ => None,
         };
         snapshot.tensors.keys().find_map(fault).map_or(Ok(()), Err)
@@ -115,16 +115,24 @@ impl<'a> ShardGatherer<'a> {
 pub fn join_tensors(code: &StageCode, layouts: &Layouts, ranks: &[&StageTensors]) -> Result<StageTensors, GatherError> {
     let mut joined = StageTensors::new();
     for place in ranks.iter().flat_map(|tensors| tensors.keys()) {
+        if joined.contains_key(place) {
+            continue;
+        }
         let named = place.parameter().and_then(|p| code.parameters.get(p));
         let split = named.and_then(|named| Some((named, split_of(layouts, &named.name)?)));
-        let Some((named, cut)) = split.filter(|_| !joined.contains_key(place)) else {
-            let whole = ranks.first().and_then(|tensors| tensors.get(place)).filter(|_| split.is_none());
-            joined.extend(whole.map(|whole| (*place, whole.clone())));
+        let Some((named, cut)) = split else {
+            let name = || place.named(code).map(|named| named.name.clone()).unwrap_or_default();
+            let missing = || GatherError::Missing { name: name(), tensor_rank: 0 };
+            let whole = ranks.first().and_then(|tensors| tensors.get(place)).ok_or_else(missing)?;
+            joined.insert(*place, whole.clone());
             continue;
         };
         let mut shards: Vec<Tensor> = Vec::new();
         for (tensor_rank, tensors) in ranks.iter().enumerate() {
-            let is_like = |shard: &&Arc<Buffer>| shards.first().is_none_or(|first| first.bytes().len() == shard.len());
+            let is_like = |shard: &&Arc<Buffer>| {
+                let is_whole = place.has_size(shard.len(), code, (0, 1));
+                is_whole && shards.first().is_none_or(|first| first.bytes().len() == shard.len())
+            };
             let missing = || GatherError::Missing { name: named.name.clone(), tensor_rank };
             let shard = tensors.get(place).filter(is_like).ok_or_else(missing)?;
             shards.push(tensor(named, &shard.download()?));
@@ -313,7 +321,7 @@ mod tests {
             ((State(1), Some(4)), "a state does not have its size"),
             ((Version(3, 0), None), "all weights"),
             ((Forward(5, 0), Some(4)), "the size of its shard"),
-            ((Tied(0, 2), Some(8)), "a tied weight"),
+            ((Tied(0, 2), Some(8)), "a split weight"),
             ((Tied(1, 2), Some(8)), "a tied weight"),
             ((Tied(2, 2), Some(0)), "a tied weight"),
         ];

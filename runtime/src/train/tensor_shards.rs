@@ -65,7 +65,7 @@ pub fn shard_resume_point(
     Ok(ResumePoint { minibatches: start.minibatches, scale: start.scale, optimizer, flight: flight.transpose()? })
 }
 
-/// Stage descriptions with unsharded names and shapes, for checkpoint files. They contain no code.
+/// Stage descriptions with unsharded names and shapes, for checkpoint files and results. They contain no code.
 pub fn whole_codes(codes: &[StageCode], layouts: &Layouts, devices: usize) -> Vec<StageCode> {
     let unsharded = |named: &NamedTensor| {
         let Some(cut) = split_of(layouts, &named.name) else { return named.clone() };
