@@ -32,6 +32,7 @@ use crate::plan::variant::{MOST_OPS, SizedCosts, Variant};
 use crate::plan::zero::ZeroStage;
 use compiler::partition::error::PlanError;
 use compiler::partition::infeasible::is_infeasible;
+use compiler::partition::options::Effort;
 use compiler::partition::planned::Planned;
 use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
 use compiler::partition::search::select::baselines;
@@ -379,7 +380,7 @@ impl Search<'_> {
     fn offer_estimated(&self) {
         let Some(best) = self.estimated(0).min_by(|left, right| left.us.total_cmp(&right.us)) else { return };
         let (variant, options) = (&self.variants[best.variant], &self.request.options);
-        self.offer(best.variant, &|| Task::Layout(best).planned(variant, options, true).ok());
+        self.offer(best.variant, &|| Task::Layout(best).planned(variant, options, Effort::Draft).ok());
     }
 
     /// A lower bound of the time in microseconds, at all sizes and degrees; at most that of a known plan.
@@ -437,7 +438,7 @@ impl Search<'_> {
         let schedule = Schedule::TwoBw;
         let replicas: Vec<u32> = plan.stages.iter().map(|stage| stage.replicas).collect();
         let task = Task::Replicas { schedule, zero: plan.zero(), given: Some(replicas) };
-        let planned = task.planned(&self.variants[variant], &self.request.options, false);
+        let planned = task.planned(&self.variants[variant], &self.request.options, Effort::Whole);
         let minibatch_us = planned.ok()?.plan.predicted.minibatch_us;
         (minibatch_us < plan.predicted.minibatch_us).then_some(Alternative { schedule, minibatch_us })
     }

@@ -8,7 +8,7 @@ use crate::plan::request::{BucketSize, PlanOptions};
 use crate::plan::tensor_parallel::{TensorParallel, problem_as_trained};
 use crate::plan::tied_weights;
 use compiler::cluster::Bytes;
-use compiler::partition::options::PlannerOptions;
+use compiler::partition::options::{Effort, PlannerOptions};
 use compiler::partition::planned::Planned;
 use compiler::partition::search::bucket_size::{FIRST, best};
 use compiler::partition::search::in_flight::Efficiency;
@@ -116,7 +116,7 @@ pub fn planner_options<'a>(options: &PlanOptions, efficiency: &'a Efficiency<'a>
         time_limit: options.time_limit,
         seed: options.seed,
         efficiency: Some(efficiency),
-        is_draft: false,
+        effort: Effort::Whole,
         without_baselines: false,
         gap: GAP,
     }

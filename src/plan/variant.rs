@@ -8,7 +8,7 @@ use crate::plan::tensor_parallel::{GroupLayout, group_costs};
 use crate::plan::zero::ZeroStage;
 use compiler::partition::bounds::flush_bound::FlushBound;
 use compiler::partition::error::PlanError;
-use compiler::partition::options::PlannerOptions;
+use compiler::partition::options::{Effort, PlannerOptions};
 use compiler::partition::planned::Planned;
 use compiler::partition::search::layouts::{LayoutEstimate, Layouts};
 use compiler::partition::search::tensor_parallel;
@@ -105,15 +105,15 @@ impl Variant {
         self.estimates.iter().map(|estimate| estimate.minibatch_us).fold(f64::INFINITY, f64::min)
     }
 
-    /// A plan as all devices see it, without simulated baselines; a draft is not improved move by move.
+    /// A plan as all devices see it, without simulated baselines; improved with this effort.
     pub fn planned(
         &self,
         options: &PlanOptions,
-        is_draft: bool,
+        effort: Effort,
         plan: &dyn Fn(&Problem, &PlannerOptions<'_>) -> Result<Planned, PlanError>,
     ) -> Result<Planned, PlanError> {
         self.with_planner(options, |planner| {
-            let planner = PlannerOptions { is_draft, without_baselines: true, gap: options.gap, ..*planner };
+            let planner = PlannerOptions { effort, without_baselines: true, gap: options.gap, ..*planner };
             let (Some(groups), Some(costs)) = (&self.groups, self.whole.shared.first()) else {
                 return plan(&self.whole, &planner);
             };

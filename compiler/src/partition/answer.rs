@@ -3,11 +3,12 @@
 use crate::partition::bounds::lower_bound::Bounds;
 use crate::partition::error::{PlanError, Refused};
 use crate::partition::infeasible;
+use crate::partition::options::Effort;
 use crate::partition::partitioners::{Partitioner, Request};
 use crate::partition::planned::{ComparedPlan, Planned};
 use crate::partition::search::context::SearchContext;
 use crate::partition::search::finish_plan;
-use crate::partition::search::improve::improve;
+use crate::partition::search::improve::{improve, polish};
 use crate::partition::search::memory_dp::FitObjective;
 use crate::partition::search::numbers::same;
 use crate::partition::search::result::{PlanCandidate, SearchResult};
@@ -107,18 +108,26 @@ pub fn conclude(question: &SearchContext<'_>, answer: Answer) -> Result<Planned,
 /// The plan after local improvement, unless it is proven to be the best already.
 fn improved(question: &SearchContext<'_>, found: &mut SearchResult, best: Simulated) -> Simulated {
     let &SearchContext { problem, options, .. } = question;
-    let is_ours = options.partitioner == Partitioner::Pipec && question.among.is_alone() && !options.is_draft;
+    let is_ours =
+        options.partitioner == Partitioner::Pipec && question.among.is_alone() && options.effort != Effort::Draft;
     // Without a flush the closed form is a lower bound, which the plan of a complete search reaches unless it waits.
     let waits = best.played.minibatch_us > best.candidate.minibatch_us * (1.0 + options.gap);
     // Under a memory limit the search covers only plans that recompute whole stages.
     let is_complete = !problem.schedule.flushes() && found.proven_us.is_some() && !waits && !found.is_pressed;
     let least_us = finish_plan::spread(problem);
     if is_ours && !is_complete && best.played.minibatch_us > least_us * (1.0 + options.gap) {
-        let (better, states) = improve(question, &best, &found.candidates, 1);
+        let part = if options.effort == Effort::Climb { 2 } else { 1 };
+        let (better, states) = improve(question, &best, &found.candidates, part);
         found.states += states;
-        let (faster, states) = replica_search::search(question, better.as_ref().unwrap_or(&best));
-        found.states += states;
-        if let Some(better) = faster.or(better) {
+        let mut better = better;
+        if options.effort == Effort::Whole {
+            for search in [replica_search::search, polish] {
+                let (faster, states) = search(question, better.as_ref().unwrap_or(&best));
+                found.states += states;
+                better = faster.or(better);
+            }
+        }
+        if let Some(better) = better {
             if !same(better.candidate.minibatch_us, best.candidate.minibatch_us) {
                 found.proven_us = None;
             }

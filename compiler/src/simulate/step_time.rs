@@ -12,7 +12,7 @@ use crate::schedule::generators::schedule;
 use crate::schedule::semantics::StepCount;
 use crate::schedule::shape::common_multiple;
 use crate::simulate::one_f_one_b_rr::Steady;
-use crate::simulate::run::{Machine, simulate};
+use crate::simulate::run::{Machine, simulate_ends};
 use crate::simulate::steady_throughput::{MOST_WORK, Run, in_flight};
 use crate::simulate::{SimulateError, Timeline};
 use std::collections::VecDeque;
@@ -21,9 +21,8 @@ use std::sync::{Mutex, PoisonError};
 /// Most items times stages if extrapolation is impossible: unequal replica counts with a very large common multiple.
 const MOST_ALONE: u64 = 8 * MOST_WORK;
 
-/// Minibatches of a flushed run, and of a short one.
+/// Minibatches of a flushed run. The first two fill the pipeline and its all-reduces; the third is measured.
 const FLUSHED: u32 = 3;
-const SHORT: u32 = 2;
 
 /// Minimum measurement window in items, with an error of a few per thousand; and that of a short run.
 const WINDOW: u64 = 240;
@@ -37,16 +36,16 @@ pub fn step_us(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result
     }
     let microbatches = microbatches.max(1);
     match kind.flushes() {
-        true => flushed(kind, pipeline, microbatches, FLUSHED),
+        true => flushed(kind, pipeline, microbatches),
         false => even(kind, pipeline, microbatches, WINDOW),
     }
 }
 
-/// As [`step_us`] when training, of fewer minibatches: to rank plans.
+/// As [`step_us`] when training; without a flush of fewer minibatches, to rank plans.
 pub fn short_step_us(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option<f64>, SimulateError> {
     pipeline.validate()?;
     match kind.flushes() {
-        true => flushed(kind, pipeline, microbatches.max(1), SHORT),
+        true => flushed(kind, pipeline, microbatches.max(1)),
         false => even(kind, pipeline, microbatches.max(1), SHORT_WINDOW),
     }
 }
@@ -54,7 +53,7 @@ pub fn short_step_us(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> 
 /// The work of [`short_step_us`], in items times stages.
 pub fn short_work(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> u64 {
     let minibatches = match kind.flushes() {
-        true => SHORT,
+        true => FLUSHED,
         false => minibatches(pipeline, microbatches.max(1), SHORT_WINDOW),
     };
     work(pipeline, u64::from(minibatches) * u64::from(microbatches)).min(MOST_WORK)
@@ -84,7 +83,7 @@ fn work(pipeline: &Pipeline, items: u64) -> u64 {
 
 fn played(kind: Schedule, pipeline: &Pipeline, count: StepCount) -> Result<Timeline, SimulateError> {
     let program = schedule(kind, pipeline, count)?;
-    simulate(&program, pipeline, &Machine::of(pipeline))
+    simulate_ends(&program, pipeline, &Machine::of(pipeline))
 }
 
 /// One of several equal replicas, with the same time per step: each runs as many micro-batches, on ports of its own.
@@ -115,16 +114,11 @@ static KNOWN: Mutex<VecDeque<Known>> = Mutex::new(VecDeque::new());
 const KEPT: usize = 64;
 const LEAST_KEPT: u64 = 2_000;
 
-fn flushed(
-    kind: Schedule,
-    pipeline: &Pipeline,
-    microbatches: u32,
-    minibatches: u32,
-) -> Result<Option<f64>, SimulateError> {
+fn flushed(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option<f64>, SimulateError> {
     if let Some((one, microbatches)) = one_replica(pipeline, microbatches) {
-        return flushed(kind, &one, microbatches, minibatches);
+        return flushed(kind, &one, microbatches);
     }
-    let count = StepCount { minibatches, microbatches };
+    let count = StepCount { minibatches: FLUSHED, microbatches };
     if work(pipeline, u64::from(microbatches)) < LEAST_KEPT {
         return simulated(kind, pipeline, count);
     }
@@ -142,13 +136,12 @@ fn flushed(
 
 fn simulated(kind: Schedule, pipeline: &Pipeline, count: StepCount) -> Result<Option<f64>, SimulateError> {
     let StepCount { minibatches, microbatches } = count;
-    // A long run is measured after its second minibatch.
-    let settled = usize::from(minibatches > SHORT);
     let step = |microbatches: u32| -> Result<f64, SimulateError> {
         let count = StepCount { minibatches, microbatches };
         let ends = played(kind, pipeline, count)?.ends(microbatches);
-        Ok(match (ends.get(settled), ends.last()) {
-            (Some(first), Some(last)) => (last - first) / (ends.len() - 1 - settled) as f64,
+        // The run is measured after its second minibatch.
+        Ok(match (ends.get(1), ends.last()) {
+            (Some(second), Some(last)) => (last - second) / (ends.len() - 2) as f64,
             _ => 0.0,
         })
     };
@@ -179,7 +172,7 @@ fn even(kind: Schedule, pipeline: &Pipeline, microbatches: u32, window: u64) -> 
     }
     let machine = Machine::of(pipeline);
     let run = Run { pipeline, machine: &machine, microbatches, flushes: false, is_round_robin: kind.is_round_robin() };
-    let timeline = simulate(&schedule(kind, pipeline, count)?, pipeline, &machine)?;
+    let timeline = simulate_ends(&schedule(kind, pipeline, count)?, pipeline, &machine)?;
     Ok(Some(run.step_of(&timeline)))
 }
 

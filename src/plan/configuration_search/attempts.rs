@@ -8,6 +8,7 @@ use crate::plan::tensor_parallel::TensorParallel;
 use crate::plan::variant::{MOST_OPS, SizedCosts, Variant};
 use crate::plan::zero::ZeroStage;
 use compiler::partition::error::PlanError;
+use compiler::partition::options::Effort;
 use compiler::partition::planned::Planned;
 use compiler::partition::search::layouts::{Layout, LayoutEstimate, Layouts};
 use compiler::partition::single_degree;
@@ -20,9 +21,12 @@ use std::cmp::Ordering;
 use std::collections::BTreeSet;
 
 /// Plans that are improved move by move, those of them under one schedule, and on groups.
-const IMPROVED: usize = 5;
-const IMPROVED_UNDER_ONE: usize = 2;
+const IMPROVED: usize = 6;
+const IMPROVED_UNDER_ONE: usize = 3;
 const IMPROVED_ON_GROUPS: usize = 1;
+
+/// Improved plans of which the replicas near theirs are searched as well.
+const WHOLE: usize = 3;
 
 /// Up to this many devices, unequal replicas are searched for this many variants of single devices, and of groups.
 const SMALL: u32 = 16;
@@ -45,6 +49,11 @@ impl Attempt {
 
     fn by_time(&self, other: &Attempt) -> Ordering {
         self.us().total_cmp(&other.us())
+    }
+
+    /// Plans that the target accepts come first.
+    fn by_preference(&self, other: &Attempt) -> Ordering {
+        self.is_refused.cmp(&other.is_refused).then(self.by_time(other))
     }
 }
 
@@ -75,9 +84,9 @@ impl Task {
         }
     }
 
-    /// Makes the plan; a draft is not improved move by move.
-    pub fn planned(&self, variant: &Variant, options: &PlanOptions, is_draft: bool) -> Result<Planned, PlanError> {
-        variant.planned(options, is_draft, &|problem, planner| match self {
+    /// Makes the plan.
+    pub fn planned(&self, variant: &Variant, options: &PlanOptions, effort: Effort) -> Result<Planned, PlanError> {
+        variant.planned(options, effort, &|problem, planner| match self {
             Task::Layout(one) => Layouts::of(problem).plan(&one.estimate.layout, planner),
             &Task::Replicas { schedule, zero, ref given } => {
                 let chunks = if self.is_free() && schedule.has_chunks() { 2 } else { 1 };
@@ -100,7 +109,7 @@ impl Search<'_> {
             if best_us.is_finite() && (self.events.stops() || self.is_close(best_us)) {
                 break;
             }
-            let made = self.make(few, true);
+            let made = self.make(few, Effort::Draft);
             if let Some(best) = made.iter().min_by(|left, right| left.by_time(right))
                 && best.us() < best_us
             {
@@ -162,14 +171,14 @@ impl Search<'_> {
             if self.events.stops() {
                 return;
             }
-            attempts.extend(self.make(&[(one.variant, Task::Layout(one))], false));
+            attempts.extend(self.make(&[(one.variant, Task::Layout(one))], Effort::Whole));
         }
     }
 
     /// Makes plans in parallel, each of a variant.
-    fn make(&self, tasks: &[(usize, Task)], is_draft: bool) -> Vec<Attempt> {
+    fn make(&self, tasks: &[(usize, Task)], effort: Effort) -> Vec<Attempt> {
         let (variants, options) = (&self.variants, &self.request.options);
-        let found = in_parallel(tasks, |(variant, task)| task.planned(&variants[*variant], options, is_draft));
+        let found = in_parallel(tasks, |(variant, task)| task.planned(&variants[*variant], options, effort));
         let refuses = |plan: &Plan| options.target.is_some_and(|target| refusal(target, plan).is_some());
         let made = tasks.iter().cloned().zip(found).map(|((variant, task), planned)| {
             let is_refused = planned.as_ref().is_ok_and(|planned| refuses(&planned.plan));
@@ -184,10 +193,7 @@ impl Search<'_> {
             return;
         }
         let mut order: Vec<usize> = (0..attempts.len()).filter(|at| attempts[*at].us().is_finite()).collect();
-        order.sort_by(|left, right| {
-            let (left, right) = (&attempts[*left], &attempts[*right]);
-            left.is_refused.cmp(&right.is_refused).then(left.by_time(right))
-        });
+        order.sort_by(|left, right| attempts[*left].by_preference(&attempts[*right]));
         let most_us = HOPELESS * order.first().map_or(0.0, |at| attempts[*at].us());
         // The climbs from two plans of one variant end alike, if the number of stages may change.
         let mut known: Vec<(usize, Schedule, usize)> = Vec::new();
@@ -209,8 +215,16 @@ impl Search<'_> {
             is_new && attempts[*at].us() <= most_us
         });
         order.truncate(IMPROVED);
+        self.replace(order.clone(), Effort::Climb, attempts);
+        order.sort_by(|left, right| attempts[*left].by_preference(&attempts[*right]));
+        order.truncate(WHOLE);
+        self.replace(order, Effort::Whole, attempts);
+    }
+
+    /// Makes attempts again, with another effort.
+    fn replace(&self, order: Vec<usize>, effort: Effort, attempts: &mut [Attempt]) {
         let tasks = order.iter().map(|at| (attempts[*at].variant, attempts[*at].task.clone()));
-        let better = self.make(&Vec::from_iter(tasks), false);
+        let better = self.make(&Vec::from_iter(tasks), effort);
         for (at, better) in order.into_iter().zip(better) {
             if better.planned.is_ok() && (attempts[at].is_refused || !better.is_refused) {
                 attempts[at] = better;
@@ -236,7 +250,7 @@ impl Search<'_> {
             next.retain(|variant| tried.insert((*variant, replicas.clone())));
             let task = Task::Replicas { schedule, zero, given: Some(replicas) };
             let tasks: Vec<(usize, Task)> = next.into_iter().map(|variant| (variant, task.clone())).collect();
-            attempts.extend(self.make(&tasks, false).into_iter().filter(|attempt| attempt.planned.is_ok()));
+            attempts.extend(self.make(&tasks, Effort::Whole).into_iter().filter(|attempt| attempt.planned.is_ok()));
             let best_us = best(attempts).map_or(f64::INFINITY, Attempt::us);
             self.best_us = self.best_us.min(best_us);
             if best_us >= us {

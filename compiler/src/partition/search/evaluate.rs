@@ -4,6 +4,7 @@
 //! it. The results are those of `build_plan` and `simulate_candidate`.
 
 use crate::partition::search::build_plan::{self, Placed, Recompute, StageCosts, StagePosition};
+use crate::partition::search::partial_recompute;
 use crate::partition::search::range_costs::RangeCosts;
 use crate::plan::cost_estimate::{FlowQuery, outlook};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
@@ -11,6 +12,7 @@ use crate::plan::problem::{Problem, Recomputation};
 use crate::plan::tied;
 use crate::plan::{Edge, RecomputedOps, Stage, StageId};
 use crate::profile::cost_graph::ParamCost;
+use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms};
 use crate::schedule::pipeline::{generated, pipeline_of};
 use crate::simulate::step_time;
 use std::collections::HashMap;
@@ -49,6 +51,14 @@ pub struct Evaluated {
 struct Range {
     terms: MemoryTerms,
     costs: [Option<StageCosts>; 2],
+    first: Vec<FirstOps>,
+}
+
+/// The first ops of a range that may be recomputed without the others.
+#[derive(Clone, Copy)]
+struct FirstOps {
+    recompute_us: f64,
+    terms: RecomputeTerms,
 }
 
 pub struct Evaluator<'a> {
@@ -61,6 +71,8 @@ pub struct Evaluator<'a> {
     place: Vec<u32>,
     /// Parameters with several users.
     tied: Vec<ParamCost>,
+    /// What recomputation frees, and the tensors of each op; once they are needed.
+    recomputation: Option<(RecomputeCosts, Vec<Vec<usize>>)>,
 }
 
 impl<'a> Evaluator<'a> {
@@ -69,7 +81,8 @@ impl<'a> Evaluator<'a> {
         let mut place = vec![0; order.len()];
         order.iter().enumerate().for_each(|(at, &op)| place[op as usize] = at as u32);
         let tied = costs.tied().cloned().collect();
-        Evaluator { problem, asked: build_plan::asked(problem), order, costs, ranges: HashMap::new(), place, tied }
+        let (asked, ranges) = (build_plan::asked(problem), HashMap::new());
+        Evaluator { problem, asked, order, costs, ranges, place, tied, recomputation: None }
     }
 
     /// The time of a minibatch by the closed form, whether the stages fit or not.
@@ -97,14 +110,15 @@ impl<'a> Evaluator<'a> {
         if us > most_us {
             return None;
         }
-        // The fraction of each stage that is recomputed in the end: no more than it needs to fit.
-        let mut recomputed = vec![if full { 1.0 } else { 0.0 }; spots.len()];
+        // The time of each stage's recomputation in the end: no more than it needs to fit.
+        let mut recompute_us: Vec<Option<f64>> = vec![None; spots.len()];
         let mut is_slower = false;
         let mut memory = Vec::with_capacity(spots.len());
         let pending = build_plan::pending_weight_grads(problem, &wanted.replicas, &caps);
         let multiples = build_plan::multiples(problem, &wanted.replicas, &caps, &pending);
         for (at, multiples) in multiples.into_iter().enumerate() {
             let (first, replicas) = (spots[at].first, wanted.replicas[at]);
+            let pace = build_plan::pace(problem, &spots[at], replicas);
             let limit = problem.limit_of(first..first + replicas).unwrap_or(u64::MAX);
             let terms = self.range(wanted, at).terms;
             let held = |recompute: bool| terms.held(&MemoryMultipliers { recompute, ..multiples });
@@ -112,20 +126,24 @@ impl<'a> Evaluator<'a> {
             if memory[at].total <= limit {
                 continue;
             }
-            let plain = std::mem::replace(&mut memory[at], held(true)).total;
+            memory[at] = held(true);
             if problem.recomputation() != Recomputation::Auto || memory[at].total > limit {
                 return None;
             }
             spots[at].recompute = Recompute::All;
-            recomputed[at] = (plain - limit) as f64 / (plain - memory[at].total) as f64;
+            let multiples = MemoryMultipliers { recompute: true, ..multiples };
+            let first = self.first_ops(wanted, at);
+            let fits =
+                |first: &FirstOps| MemoryTerms { recompute: first.terms, ..terms }.held(&multiples).total <= limit;
+            let least = first.partition_point(|first| !fits(first));
+            recompute_us[at] = first.get(least).map(|first| first.recompute_us / pace);
             is_slower = true;
         }
         let estimate_us = if is_slower { self.estimate_us(wanted, &spots, &caps, &edges) } else { us };
         let stages = (0..spots.len()).map(|at| {
             let placed = self.placed(wanted, &spots, at);
             let mut stage = self.costs_of(wanted, at, spots[at].recompute).stage(problem, &placed);
-            let fwd_us = recomputed[at] * stage.recompute_us();
-            if stage.recompute && recomputed[at] < 1.0 {
+            if let Some(fwd_us) = recompute_us[at].filter(|_| stage.recompute) {
                 stage.bwd_us -= stage.recompute_us() - fwd_us;
                 stage.recomputed = Some(RecomputedOps { ops: 0, layers: None, fwd_us });
             }
@@ -145,6 +163,14 @@ impl<'a> Evaluator<'a> {
         let (Ok(pipeline), Ok(kind)) = (pipeline, generated(self.problem.schedule)) else { return (*estimate_us, 0) };
         let us = step_time::short_step_us(kind, &pipeline, microbatches).ok().flatten();
         (us.unwrap_or(*estimate_us), step_time::short_work(kind, &pipeline, microbatches))
+    }
+
+    /// The time of a minibatch in microseconds by a simulation; infinite if it cannot be simulated.
+    pub fn whole_us(&self, evaluated: &Evaluated) -> f64 {
+        let Evaluated { caps, stages, edges, .. } = evaluated;
+        let pipeline = pipeline_of(&self.problem.cluster.levels, stages, edges, caps);
+        let (Ok(pipeline), Ok(kind)) = (pipeline, generated(self.problem.schedule)) else { return f64::INFINITY };
+        step_time::step_us(kind, &pipeline, self.problem.microbatches).ok().flatten().unwrap_or(f64::INFINITY)
     }
 
     /// The ops of a stage, sorted.
@@ -167,9 +193,32 @@ impl<'a> Evaluator<'a> {
     fn range(&mut self, stages: &Stages, at: usize) -> &mut Range {
         let (from, to) = (stages.ends[at], stages.ends[at + 1]);
         let costs = self.costs;
-        self.ranges
-            .entry((from, to))
-            .or_insert_with(|| Range { terms: costs.run(from, to).holdings, costs: [None, None] })
+        self.ranges.entry((from, to)).or_insert_with(|| Range {
+            terms: costs.run(from, to).holdings,
+            costs: [None, None],
+            first: Vec::new(),
+        })
+    }
+
+    /// What recomputing the first ops of a stage takes and frees; empty if it recomputes all or nothing.
+    fn first_ops(&mut self, stages: &Stages, at: usize) -> &[FirstOps] {
+        if self.range(stages, at).first.is_empty() {
+            let (problem, ops) = (self.problem, self.ops(stages, at));
+            let fresh = || (RecomputeCosts::of(&problem.graph), partial_recompute::produced(problem));
+            let (costs, produced) = self.recomputation.get_or_insert_with(fresh);
+            let (from, to, place) = (stages.ends[at] as u32, stages.ends[at + 1] as u32, &self.place);
+            let is_inside = |op: usize| (from..to).contains(&place[op]);
+            let terms = partial_recompute::terms_of(problem, costs, produced, &ops, &is_inside);
+            let mut us = vec![0.0];
+            us.extend(ops.iter().scan(0.0, |sum, &op| {
+                *sum += problem.graph.ops[op as usize].recompute_us();
+                Some(*sum)
+            }));
+            let counts = partial_recompute::counts(problem, &ops).into_iter().map(|count| count as usize);
+            self.range(stages, at).first =
+                counts.map(|count| FirstOps { recompute_us: us[count], terms: terms[count] }).collect();
+        }
+        &self.range(stages, at).first
     }
 
     fn costs_of(&mut self, stages: &Stages, at: usize, recompute: Recompute) -> &StageCosts {

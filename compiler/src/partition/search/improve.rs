@@ -13,14 +13,17 @@
 //! | turn | on several levels, another stage gets the first device, and the rest follow around the cluster |
 //! | limit | one micro-batch more in flight, at one stage or at all |
 //!
+//! The climb simulates what is cheap to simulate: without a flush few items under given limits, and recomputation of fused
+//! ops. The last moves, of [`polish`], are compared by the time of the whole plan, as it is written in the end.
+//!
 //! Among plans within [`ALIKE`] of the fastest the simplest wins: fewer stages, fewer devices, fewer micro-batches in
 //! flight, less memory.
 
 use crate::partition::dp::nested_partition::Shape;
 use crate::partition::search::build_plan::{self, StagePosition};
 use crate::partition::search::context::SearchContext;
-use crate::partition::search::evaluate::{Evaluator, Stages};
-use crate::partition::search::linear_order;
+use crate::partition::search::evaluate::{Evaluated, Evaluator, Stages};
+use crate::partition::search::moves::{MOST_WITHOUT_FLUSH, Moves};
 use crate::partition::search::range_costs::RangeCosts;
 use crate::partition::search::result::PlanCandidate;
 use crate::partition::search::select::{Simulated, plays};
@@ -31,7 +34,7 @@ use std::collections::{HashMap, HashSet};
 
 /// Work of a climb, in micro-batches times stages; about two microseconds each. The starts have the same for closed
 /// forms.
-const WORK: u64 = 600_000;
+const WORK: u64 = 800_000;
 
 /// An item without a flush costs several times as much.
 const TIMES_WITHOUT_FLUSH: u64 = 3;
@@ -40,11 +43,13 @@ const TIMES_WITHOUT_FLUSH: u64 = 3;
 const ESTIMATE: u64 = 2;
 
 /// Work of the last climb, from the best plan, and of the choice of lower in-flight limits.
-const WORK_OF_LAST: u64 = 200_000;
+const WORK_OF_LAST: u64 = 400_000;
 const WORK_OF_LIMITS: u64 = 50_000;
 
-/// Plans from which the climb starts, after the starts were simulated with a part of the work.
-const CLIMBED: usize = 6;
+/// Plans from which the climb starts, after the starts were simulated with a part of the work: so many that each has this
+/// number of simulations, but at least and at most these.
+const CLIMBED: [usize; 2] = [6, 16];
+const SIMULATIONS: u64 = 80;
 const PART_OF_STARTS: u64 = 3;
 
 /// Starts with the same replicas, along different orders.
@@ -52,7 +57,6 @@ const ALIKE_STARTS: usize = 2;
 
 /// More micro-batches in flight with which starts are simulated. With a flush, a minibatch is the limit.
 const MORE: [u32; 4] = [0, 2, 5, u32::MAX];
-const MOST_WITHOUT_FLUSH: u32 = 6;
 
 /// A move is taken if the time falls below this fraction.
 const FASTER: f64 = 0.9995;
@@ -62,6 +66,15 @@ const ALIKE: f64 = 0.005;
 
 /// With a flush, a plan whose closed form is above this multiple of the best time is not simulated.
 const HOPELESS: f64 = 1.6;
+
+/// Work of the last moves, in simulations of the steady state. A plan that chooses its limits takes several.
+const POLISHING: u32 = 200;
+const PLAYING: u32 = 8;
+
+/// A plan is not simulated to the steady state if it seems slower than the best by more than the first factor, and does not
+/// choose its limits if it is slower by more than the second.
+const NEAR: f64 = 1.05;
+const NEARER: f64 = 1.02;
 
 /// A layout as good as the fastest.
 #[derive(Clone)]
@@ -75,10 +88,7 @@ struct Kept {
 struct Climb<'a> {
     problem: &'a Problem,
     context: &'a SearchContext<'a>,
-    /// What may change besides the cuts: replicas, and limits on micro-batches in flight.
-    has_free_replicas: bool,
-    has_free_limits: bool,
-    orders: &'a [Order],
+    moves: Moves<'a>,
     evaluators: Vec<Evaluator<'a>>,
     /// The work is divided by this number.
     part: u64,
@@ -97,52 +107,71 @@ pub fn improve(
     others: &[PlanCandidate],
     part: u64,
 ) -> (Option<Simulated>, u64) {
-    let problem = context.problem;
-    let constraints = &problem.constraints;
-    if constraints.cut_after.is_some() || !constraints.pins.is_empty() || !may_improve(context) {
+    if !has_moves(context) {
         return (None, 0);
     }
-    let is_given = constraints.replicas.is_some() || problem.in_flight.given().is_some();
-    let has_free_replicas =
-        !is_given && !problem.cluster.is_mixed() && !constraints.no_replication && !constraints.has_equal_replicas();
-    let has_free_limits =
-        problem.schedule.takes_caps() && problem.in_flight == InFlight::Auto && constraints.target.is_none();
     let mut starts = Starts::new(context);
-    let mut first = starts.layout_of(&best.candidate);
-    if has_free_limits && !problem.schedule.flushes() {
-        let rule = build_plan::caps(problem, &first.stages.replicas);
-        let more =
-            best.played.caps.iter().zip(rule).map(|(cap, rule)| cap.saturating_sub(rule).min(MOST_WITHOUT_FLUSH));
-        first.stages.more = more.collect();
-    }
+    let first = layout_of(&mut starts, best);
     for other in others.iter().filter(|other| other.fits) {
         let layout = starts.layout_of(other);
         starts.layouts.push(layout);
     }
-    if has_free_replicas || constraints.replicas.is_some() {
+    if may_change_replicas(context.problem) || context.problem.constraints.replicas.is_some() {
         starts.add_balanced_layouts();
     }
-    let Starts { orders, layouts, .. } = starts;
-    let passing = GradientBuffers::of(&problem.cluster);
-    let costs: Vec<RangeCosts<'_>> =
-        orders.iter().map(|order| RangeCosts::new(&problem.graph, &order.space, passing)).collect();
-    let evaluators = orders.iter().zip(&costs).map(|(order, costs)| Evaluator::new(problem, &order.ops, costs));
-    let mut climb = Climb {
-        problem,
-        context,
-        has_free_replicas,
-        has_free_limits,
-        orders: &orders,
-        evaluators: evaluators.collect(),
-        part,
-        work: WORK / part,
-        seen: HashSet::new(),
-        best_us: f64::INFINITY,
-        kept: Vec::new(),
-        states: 0,
-    };
+    let layouts = std::mem::take(&mut starts.layouts);
+    let costs = costs(context, &starts.orders);
+    let mut climb = Climb::new(context, &starts.orders, &costs, part);
     let found = climb.run(best, first, layouts);
     (found, climb.states)
+}
+
+/// The plan after all moves that are faster by the time of the whole plan, and the number of plans that
+/// were simulated. `None` if nothing may be changed, nothing is better, or the climb compared whole plans already.
+pub fn polish(context: &SearchContext<'_>, best: &Simulated) -> (Option<Simulated>, u64) {
+    let is_recomputed = best.candidate.spots.iter().any(|spot| spot.recompute.is_any());
+    if !has_moves(context) || context.problem.schedule.flushes() && !is_recomputed {
+        return (None, 0);
+    }
+    let mut starts = Starts::new(context);
+    let first = layout_of(&mut starts, best);
+    let costs = costs(context, &starts.orders);
+    let mut climb = Climb::new(context, &starts.orders, &costs, 1);
+    let found = climb.polished(best, first);
+    (found, climb.states)
+}
+
+fn costs<'a>(context: &SearchContext<'a>, orders: &'a [Order]) -> Vec<RangeCosts<'a>> {
+    let passing = GradientBuffers::of(&context.problem.cluster);
+    orders.iter().map(|order| RangeCosts::new(&context.problem.graph, &order.space, passing)).collect()
+}
+
+/// The layout of a plan, with its limits.
+fn layout_of(starts: &mut Starts<'_>, best: &Simulated) -> Layout {
+    let problem = starts.problem();
+    let mut layout = starts.layout_of(&best.candidate);
+    if may_change_limits(problem) && !problem.schedule.flushes() {
+        let rule = build_plan::caps(problem, &layout.stages.replicas);
+        let more =
+            best.played.caps.iter().zip(rule).map(|(cap, rule)| cap.saturating_sub(rule).min(MOST_WITHOUT_FLUSH));
+        layout.stages.more = more.collect();
+    }
+    layout
+}
+
+fn has_moves(context: &SearchContext<'_>) -> bool {
+    let constraints = &context.problem.constraints;
+    constraints.cut_after.is_none() && constraints.pins.is_empty() && may_improve(context)
+}
+
+fn may_change_replicas(problem: &Problem) -> bool {
+    let constraints = &problem.constraints;
+    let is_given = constraints.replicas.is_some() || problem.in_flight.given().is_some();
+    !is_given && !constraints.no_replication && !constraints.has_equal_replicas()
+}
+
+fn may_change_limits(problem: &Problem) -> bool {
+    problem.schedule.takes_caps() && problem.in_flight == InFlight::Auto && problem.constraints.target.is_none()
 }
 
 /// True if plans of this problem are compared by their simulated times, and their cuts may change.
@@ -153,7 +182,25 @@ pub fn may_improve(context: &SearchContext<'_>) -> bool {
     is_timed && is_cut && context.options.efficiency.is_some()
 }
 
-impl Climb<'_> {
+impl<'a> Climb<'a> {
+    fn new(context: &'a SearchContext<'a>, orders: &'a [Order], costs: &'a [RangeCosts<'a>], part: u64) -> Climb<'a> {
+        let problem = context.problem;
+        let evaluators = orders.iter().zip(costs).map(|(order, costs)| Evaluator::new(problem, &order.ops, costs));
+        let (has_free_replicas, has_free_limits) = (may_change_replicas(problem), may_change_limits(problem));
+        Climb {
+            problem,
+            context,
+            moves: Moves { problem, orders, has_free_replicas, has_free_limits },
+            evaluators: evaluators.collect(),
+            part,
+            work: WORK / part,
+            seen: HashSet::new(),
+            best_us: f64::INFINITY,
+            kept: Vec::new(),
+            states: 0,
+        }
+    }
+
     fn run(&mut self, best: &Simulated, first: Layout, starts: Vec<Layout>) -> Option<Simulated> {
         let mut starts: Vec<(f64, Layout)> = starts.into_iter().map(|layout| self.settled(layout)).collect();
         starts.sort_by(|left, right| left.0.total_cmp(&right.0));
@@ -180,8 +227,13 @@ impl Climb<'_> {
             }
             climbed.extend(self.try_with_limits(&layout));
         }
+        let spent = WORK / self.part - self.work;
         climbed.sort_by(|left, right| left.0.total_cmp(&right.0));
-        climbed.truncate(CLIMBED);
+        // Along another order the same stages may take the same time.
+        climbed.dedup_by(|next, one| next.0 == one.0 && next.1.stages.replicas == one.1.stages.replicas);
+        let [least, most] = CLIMBED;
+        let simulations = self.work / (spent / self.states.max(1)).max(1);
+        climbed.truncate(((simulations / SIMULATIONS) as usize).clamp(least, most));
         let count = climbed.len();
         for (at, (us, layout)) in climbed.into_iter().enumerate() {
             // What one start leaves is for the next ones.
@@ -197,7 +249,7 @@ impl Climb<'_> {
             self.climb(best.us, best.layout);
         }
         let mut simplest = self.simplest()?;
-        if self.has_free_limits && self.problem.schedule.flushes() {
+        if self.moves.has_free_limits && self.problem.schedule.flushes() {
             self.work += WORK_OF_LIMITS / self.part;
             self.lower_limits(simplest.layout.clone());
             simplest = self.simplest().unwrap_or(simplest);
@@ -206,10 +258,61 @@ impl Climb<'_> {
         (better.played.minibatch_us <= best.played.minibatch_us * (1.0 + ALIKE)).then_some(better)
     }
 
+    /// The plan after moves that make the whole plan faster.
+    fn polished(&mut self, start: &Simulated, mut layout: Layout) -> Option<Simulated> {
+        let mut left = POLISHING;
+        let mut best: Option<Simulated> = None;
+        let mut best_us = start.played.minibatch_us;
+        let mut is_improved = true;
+        while is_improved && left > 0 {
+            is_improved = false;
+            for (_, moved, evaluated) in self.near(&layout, best_us) {
+                if left == 0 {
+                    break;
+                }
+                left -= 1;
+                let us = self.evaluators[moved.order].whole_us(&evaluated);
+                if us > NEARER * best_us {
+                    continue;
+                }
+                left = left.saturating_sub(PLAYING);
+                let Evaluated { spots, caps, .. } = evaluated;
+                let other = self.simulated(&Kept { layout: moved.clone(), us, spots, caps });
+                if other.candidate.fits && other.played.minibatch_us < best_us * FASTER {
+                    best_us = other.played.minibatch_us;
+                    (best, layout, is_improved) = (Some(other), moved, true);
+                    break;
+                }
+            }
+        }
+        best
+    }
+
+    /// New layouts after a move that seem no slower than [`NEAR`], the fastest first, with their short simulations.
+    fn near(&mut self, layout: &Layout, best_us: f64) -> Vec<(f64, Layout, Evaluated)> {
+        let mut near = Vec::new();
+        for stages in self.moves.of(layout) {
+            let moved = Layout { stages, ..*layout };
+            if self.seen.contains(&moved) {
+                continue;
+            }
+            let evaluator = &mut self.evaluators[moved.order];
+            let Some(evaluated) = evaluator.evaluate(&moved.stages, NEAR * best_us) else { continue };
+            self.states += 1;
+            let (us, _) = evaluator.simulated_us(&evaluated);
+            if us <= NEAR * best_us {
+                self.seen.insert(moved.clone());
+                near.push((us, moved, evaluated));
+            }
+        }
+        near.sort_by(|left, right| left.0.total_cmp(&right.0));
+        near
+    }
+
     /// The layout after all moves of cuts that are faster by the closed form, if no limit on items in flight binds.
     fn settled(&mut self, layout: Layout) -> (f64, Layout) {
         let is_one_stage = layout.stages.replicas.len() == 1;
-        let more = if self.has_free_limits { self.most_more() } else { 0 };
+        let more = if self.moves.has_free_limits { self.moves.most_more() } else { 0 };
         let of = |stages: Stages| Stages { more: vec![more; stages.replicas.len()], ..stages };
         let mut best = Layout { stages: of(layout.stages.clone()), ..layout };
         let mut best_us = self.estimate_us(&best);
@@ -217,7 +320,7 @@ impl Climb<'_> {
         while is_improved && self.work > 0 {
             is_improved = false;
             let mut moves = Vec::new();
-            self.cut_moves(&best, &mut moves);
+            self.moves.cuts(&best, &mut moves);
             for stages in moves {
                 let moved = Layout { stages, ..best };
                 let other = self.estimate_us(&moved);
@@ -230,11 +333,6 @@ impl Climb<'_> {
         (best_us, best)
     }
 
-    /// The most micro-batches in flight beyond the schedule's rule.
-    fn most_more(&self) -> u32 {
-        if self.problem.schedule.flushes() { self.problem.microbatches } else { MOST_WITHOUT_FLUSH }
-    }
-
     fn estimate_us(&mut self, layout: &Layout) -> f64 {
         let stages = layout.stages.replicas.len() as u64;
         self.work = self.work.saturating_sub(ESTIMATE * stages);
@@ -244,10 +342,10 @@ impl Climb<'_> {
     /// The fastest of a layout and the same with more micro-batches in flight.
     fn try_with_limits(&mut self, layout: &Layout) -> Option<(f64, Layout)> {
         let count = layout.stages.replicas.len();
-        let choices = if self.has_free_limits && count > 1 { &MORE[..] } else { &MORE[..1] };
+        let choices = if self.moves.has_free_limits && count > 1 { &MORE[..] } else { &MORE[..1] };
         let mut best: Option<(f64, Layout)> = None;
         for &more in choices {
-            let more = more.min(self.most_more());
+            let more = more.min(self.moves.most_more());
             // Without a flush the last stage may wait for updates, else for nothing.
             let of_last = if self.problem.schedule.flushes() { 0 } else { more.min(1) };
             let more = (0..count).map(|at| if at + 1 < count { more } else { of_last }).collect();
@@ -284,7 +382,7 @@ impl Climb<'_> {
         let mut is_improved = true;
         while is_improved {
             is_improved = false;
-            for stages in self.moves(&layout) {
+            for stages in self.moves.of(&layout) {
                 if self.work == 0 {
                     return;
                 }
@@ -355,174 +453,5 @@ impl Climb<'_> {
             key(left).cmp(&key(right)).then(left.us.total_cmp(&right.us))
         })?;
         Some(self.kept[at].clone())
-    }
-
-    fn moves(&self, layout: &Layout) -> Vec<Stages> {
-        let mut moves = Vec::new();
-        if self.has_free_limits {
-            let last_waits = !self.problem.schedule.flushes();
-            limit_moves(&layout.stages, self.most_more(), last_waits, &mut moves);
-        }
-        self.cut_moves(layout, &mut moves);
-        if self.problem.cluster.is_mixed() {
-            swap_moves(&layout.stages, &mut moves);
-        }
-        if self.has_free_replicas {
-            self.device_moves(layout, &mut moves);
-            self.stage_moves(layout, &mut moves);
-            self.turn_moves(layout, &mut moves);
-        }
-        moves
-    }
-
-    fn cut_moves(&self, layout: &Layout, moves: &mut Vec<Stages>) {
-        let cuts = &self.orders[layout.order].cuts;
-        for at in 1..layout.stages.ends.len() - 1 {
-            let Ok(place) = cuts.binary_search(&layout.stages.ends[at]) else { continue };
-            let mut step = 1;
-            while step < cuts.len() {
-                for moved in [place.checked_sub(step), place.checked_add(step)].into_iter().flatten() {
-                    let Some(&end) = cuts.get(moved) else { continue };
-                    if end > layout.stages.ends[at - 1] && end < layout.stages.ends[at + 1] {
-                        let mut ends = layout.stages.ends.clone();
-                        ends[at] = end;
-                        moves.push(Stages { ends, ..layout.stages.clone() });
-                    }
-                }
-                step *= 2;
-            }
-        }
-    }
-
-    fn idle(&self, layout: &Layout) -> u32 {
-        self.problem.cluster.devices().saturating_sub(layout.stages.replicas.iter().sum())
-    }
-
-    /// A layout with other replicas: with the same cuts, and with balanced ones.
-    fn push_with(&self, layout: &Layout, ends: Vec<usize>, replicas: Vec<u32>, moves: &mut Vec<Stages>) {
-        let more = vec![layout.stages.more.iter().copied().max().unwrap_or(0); replicas.len()];
-        let of = |ends: Vec<usize>| Stages { ends, replicas: replicas.clone(), firsts: None, more: more.clone() };
-        let balanced = linear_order::balanced(&self.problem.graph, &self.orders[layout.order].ops, &replicas);
-        moves.push(of(ends));
-        if balanced.len() == replicas.len() + 1 {
-            moves.push(of(balanced));
-        }
-    }
-
-    fn device_moves(&self, layout: &Layout, moves: &mut Vec<Stages>) {
-        let own = &layout.stages.replicas;
-        let mut push = |to: Option<usize>, from: Option<usize>| {
-            let mut replicas = own.clone();
-            to.into_iter().for_each(|to| replicas[to] += 1);
-            from.into_iter().for_each(|from| replicas[from] -= 1);
-            self.push_with(layout, layout.stages.ends.clone(), replicas, moves);
-        };
-        let givers = || (0..own.len()).filter(|from| own[*from] > 1);
-        for to in 0..own.len() {
-            if self.idle(layout) > 0 {
-                push(Some(to), None);
-            }
-            givers().filter(|from| *from != to).for_each(|from| push(Some(to), Some(from)));
-        }
-        givers().for_each(|from| push(None, Some(from)));
-    }
-
-    fn stage_moves(&self, layout: &Layout, moves: &mut Vec<Stages>) {
-        let (stages, idle) = (layout.stages.replicas.len(), self.idle(layout));
-        for at in 0..stages.saturating_sub(1) {
-            let mut ends = layout.stages.ends.clone();
-            ends.remove(at + 1);
-            let mut replicas = layout.stages.replicas.clone();
-            let later = replicas.remove(at + 1);
-            replicas[at] += later;
-            self.push_with(layout, ends.clone(), replicas.clone(), moves);
-            replicas[at] -= later.min(replicas[at] - 1);
-            self.push_with(layout, ends, replicas, moves);
-        }
-        if self.problem.constraints.most_stages.is_some_and(|most| stages as u32 >= most) {
-            return;
-        }
-        for at in (0..stages).filter(|at| layout.stages.ends[at + 1] - layout.stages.ends[*at] > 1) {
-            let have = layout.stages.replicas[at] + idle;
-            let halves = [(have.div_ceil(2), have / 2), (have.saturating_sub(1), 1), (1, have.saturating_sub(1))];
-            for (first, second) in halves.into_iter().filter(|(first, second)| *first > 0 && *second > 0) {
-                let mut replicas = layout.stages.replicas.clone();
-                replicas[at] = first;
-                replicas.insert(at + 1, second);
-                let mut ends = layout.stages.ends.clone();
-                ends.insert(at + 1, self.middle(layout, at, first, second));
-                self.push_with(layout, ends, replicas, moves);
-            }
-        }
-    }
-
-    /// The same stages around the cluster, so that the first and the last are neighbours: they may share a tied parameter.
-    fn turn_moves(&self, layout: &Layout, moves: &mut Vec<Stages>) {
-        let cluster = &self.problem.cluster;
-        if cluster.levels.len() < 2 || self.idle(layout) > 0 {
-            return;
-        }
-        let devices = cluster.devices();
-        let firsts = build_plan::firsts(&layout.stages.replicas);
-        for &start in &firsts {
-            let turned: Vec<u32> = firsts.iter().map(|first| (first + devices - start) % devices).collect();
-            let firsts = (start > 0).then_some(turned);
-            if firsts != layout.stages.firsts {
-                moves.push(Stages { firsts, ..layout.stages.clone() });
-            }
-        }
-    }
-
-    /// Where a stage is cut in proportion to the devices of its parts.
-    fn middle(&self, layout: &Layout, at: usize, first: u32, second: u32) -> usize {
-        let (from, to) = (layout.stages.ends[at], layout.stages.ends[at + 1]);
-        let order = &self.orders[layout.order].ops;
-        let us = |op: &u32| {
-            let op = &self.problem.graph.ops[*op as usize];
-            op.fwd_us + op.bwd_us
-        };
-        let wanted = order[from..to].iter().map(us).sum::<f64>() * f64::from(first) / f64::from(first + second);
-        let mut sum = 0.0;
-        for (place, op) in order.iter().enumerate().take(to - 1).skip(from) {
-            sum += us(op);
-            if sum >= wanted {
-                return place + 1;
-            }
-        }
-        to - 1
-    }
-}
-
-/// Two stages of equally many replicas exchange their devices.
-fn swap_moves(stages: &Stages, moves: &mut Vec<Stages>) {
-    let firsts = stages.firsts.clone().unwrap_or_else(|| build_plan::firsts(&stages.replicas));
-    for one in 0..firsts.len() {
-        for other in (0..one).filter(|other| stages.replicas[*other] == stages.replicas[one]) {
-            let mut firsts = firsts.clone();
-            firsts.swap(one, other);
-            moves.push(Stages { firsts: Some(firsts), ..stages.clone() });
-        }
-    }
-}
-
-/// One micro-batch more in flight, at one stage or at all; with `last_waits` also at the last stage.
-fn limit_moves(stages: &Stages, most: u32, last_waits: bool, moves: &mut Vec<Stages>) {
-    let count = stages.more.len();
-    let mut push = |more: Vec<u32>| {
-        if more.iter().all(|more| *more <= most) {
-            moves.push(Stages { more, ..stages.clone() });
-        }
-    };
-    if count < 2 {
-        return;
-    }
-    let waiting = if last_waits { count } else { count - 1 };
-    for raised in count - 1..=waiting {
-        push((0..count).map(|at| stages.more[at] + u32::from(at < raised)).collect());
-    }
-    for at in 0..waiting {
-        let mut more = stages.more.clone();
-        more[at] += 1;
-        push(more);
     }
 }

@@ -77,7 +77,7 @@ pub fn reduced(
 
 /// The numbers of first ops that may be recomputed without the others: those that end a layer if layers are recomputed
 /// one by one.
-fn counts(problem: &Problem, ops: &[u32]) -> Vec<u32> {
+pub fn counts(problem: &Problem, ops: &[u32]) -> Vec<u32> {
     let scope = |at: usize| problem.graph.ops[ops[at] as usize].recompute;
     let last: BTreeMap<RecomputeScope, usize> = (0..ops.len()).map(|at| (scope(at), at)).collect();
     // Layers that are not contiguous end together.
@@ -99,26 +99,44 @@ fn counts(problem: &Problem, ops: &[u32]) -> Vec<u32> {
 
 /// For each stage, what recomputing its first ops frees and keeps, by their number.
 fn terms_of_first(problem: &Problem, shape: &Shape) -> Vec<Vec<RecomputeTerms>> {
-    let graph = &problem.graph;
-    let costs = RecomputeCosts::of(graph);
+    let costs = RecomputeCosts::of(&problem.graph);
     let stage_of = build_plan::stage_of(problem, shape);
-    let mut sent: Vec<Vec<usize>> = vec![Vec::new(); graph.ops.len()];
-    for (at, tensor) in graph.tensors.iter().enumerate() {
-        let made = tensor.producer.index();
-        if tensor.consumers.iter().any(|op| stage_of[op.index()] != stage_of[made]) {
-            sent[made].push(at);
-        }
-    }
-    let of_stage = |ops: &[u32]| {
-        let mut terms = RecomputeTerms::default();
-        let one = |&op: &u32| {
-            terms.add(&costs, op as usize);
-            sent[op as usize].iter().for_each(|at| terms.add_sent(&costs, *at, graph.tensors[*at].bytes));
-            terms
-        };
-        std::iter::once(RecomputeTerms::default()).chain(ops.iter().map(one)).collect()
+    let produced = produced(problem);
+    let of_stage = |(at, ops): (usize, &[u32])| {
+        let is_inside = |op: usize| stage_of[op] as usize == at;
+        terms_of(problem, &costs, &produced, ops, &is_inside)
     };
-    shape.leaves().iter().map(|leaf| of_stage(leaf.ops)).collect()
+    shape.leaves().iter().map(|leaf| leaf.ops).enumerate().map(of_stage).collect()
+}
+
+/// The tensors that each op produces.
+pub fn produced(problem: &Problem) -> Vec<Vec<usize>> {
+    let graph = &problem.graph;
+    let mut produced: Vec<Vec<usize>> = vec![Vec::new(); graph.ops.len()];
+    graph.tensors.iter().enumerate().for_each(|(at, tensor)| produced[tensor.producer.index()].push(at));
+    produced
+}
+
+/// What recomputing the first ops of a stage frees and keeps, by their number.
+pub fn terms_of(
+    problem: &Problem,
+    costs: &RecomputeCosts,
+    produced: &[Vec<usize>],
+    ops: &[u32],
+    is_inside: &dyn Fn(usize) -> bool,
+) -> Vec<RecomputeTerms> {
+    let mut terms = RecomputeTerms::default();
+    let one = |&op: &u32| {
+        terms.add(costs, op as usize);
+        for &at in &produced[op as usize] {
+            let tensor = &problem.graph.tensors[at];
+            if !tensor.consumers.iter().all(|reader| is_inside(reader.index())) {
+                terms.add_sent(costs, at, tensor.bytes);
+            }
+        }
+        terms
+    };
+    std::iter::once(RecomputeTerms::default()).chain(ops.iter().map(one)).collect()
 }
 
 /// The recomputed stages by the bytes that their recomputation frees per forward time: those worth least come first, so

@@ -25,7 +25,7 @@ const IMPROVED: [usize; 2] = [4, 2];
 const NEAR: f64 = 1.1;
 
 /// The work of a climb is divided by this number.
-const PART: u64 = 3;
+const PART: u64 = 6;
 
 /// Candidates of one search that are simulated.
 const SIMULATED: usize = 8;

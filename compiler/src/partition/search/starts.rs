@@ -6,7 +6,7 @@ use crate::partition::search::evaluate::Stages;
 use crate::partition::search::module_boundaries::Borders;
 use crate::partition::search::result::PlanCandidate;
 use crate::partition::search::{build_plan, linear_order, linear_search};
-use crate::plan::problem::CostModel;
+use crate::plan::problem::{CostModel, Problem};
 
 /// The largest number of devices on which all replicas of stages are starts.
 const FEW: u32 = 8;
@@ -49,6 +49,10 @@ impl<'a> Starts<'a> {
         let depth_first = searched.last().into_iter().flatten();
         depth_first.enumerate().for_each(|(at, &op)| rank[op as usize] = at);
         Starts { context, searched, rank, orders: Vec::new(), layouts: Vec::new() }
+    }
+
+    pub fn problem(&self) -> &'a Problem {
+        self.context.problem
     }
 
     /// The layout of a candidate, in an order of its own.
