@@ -8,7 +8,7 @@ use crate::process::authentication;
 use crate::process::authentication::{Challenge, RunToken, is_exposed};
 use crate::process::connection;
 use crate::process::connection::Stream;
-use crate::process::fields::decode;
+use crate::process::fields::{check, decode};
 use crate::process::frame::Kind;
 use crate::process::handshake::{HandshakeConnection, Hello};
 use crate::process::meeting::{HANDSHAKE_TIME, Meeting, connection};
@@ -116,6 +116,7 @@ pub fn receive_hello(
     let process = authentication::accept(connection, token, challenge)?;
     let hello = connection.expect(Kind::Hello).map_err(|fault| fault.to_string())??;
     let hello: Hello = decode(&hello, "the hello").map_err(|fault| fault.to_string())?;
+    check(hello.is_short(), "the hello").map_err(|fault| fault.to_string())?;
     match hello.process as usize == process {
         true => Ok(hello),
         false => Err(format!("it claims to be rank {} after it proved to be rank {process}", hello.process)),

@@ -6,8 +6,8 @@
 use crate::process::frame::FrameError;
 use serde::Deserialize;
 
-/// Maximum length of a text that tells of a failure, in bytes.
-const LONGEST_TEXT: usize = 1 << 12;
+/// Maximum length of a text from another process, in bytes.
+pub const LONGEST_TEXT: usize = 1 << 12;
 
 /// The unread fields of a frame.
 pub struct Fields<'a> {

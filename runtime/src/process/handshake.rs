@@ -6,7 +6,7 @@
 
 use crate::process::connection::{DeadlineReader, Hangup};
 use crate::process::encryption::{Cipher, EncryptingWriter};
-use crate::process::fields::{check, shorten as shorten_text};
+use crate::process::fields::{LONGEST_TEXT, check, shorten as shorten_text};
 use crate::process::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use crate::process::run_status::abort_reason;
 use compiler::graph::hash::sha256;
@@ -19,6 +19,9 @@ pub const PROTOCOL: u32 = 10;
 
 /// Maximum content of a frame before the run begins.
 pub const LONGEST: u64 = 1 << 20;
+
+/// Maximum number of inputs in a hello.
+const MOST_INPUTS: usize = 64;
 
 /// Characters of the longest setting that messages contain whole.
 const WHOLE: usize = 120;
@@ -76,6 +79,16 @@ pub struct Hello {
 }
 
 impl Hello {
+    /// True if no text and no list is longer than those of a process of pipec.
+    pub fn is_short(&self) -> bool {
+        let inputs = self.identity.inputs.iter().flat_map(|(name, input)| match input {
+            RunInput::Digest(_) => [Some(name), None],
+            RunInput::Setting(text) | RunInput::Cause(text) => [Some(name), Some(text)],
+        });
+        let mut texts = inputs.flatten().chain([&self.address]);
+        self.identity.inputs.len() < MOST_INPUTS && texts.all(|text| text.len() <= LONGEST_TEXT)
+    }
+
     /// Checks that the sender may take part in the run of `own`, or says why not.
     pub fn check_matches(&self, own: &Hello) -> Result<(), String> {
         if self.identity.run != own.identity.run {
@@ -203,6 +216,18 @@ mod tests {
         ];
         let identity = Identity { run: 7, inputs: inputs.map(|(name, input)| (name.to_string(), input)).into() };
         Hello { process: 1, pid: 9, address: "127.0.0.1:1".into(), identity }
+    }
+
+    #[test]
+    fn a_hello_has_an_end() {
+        assert!(hello().is_short());
+        let long = "a".repeat(LONGEST_TEXT + 1);
+        let mut others = [hello(), hello(), hello(), hello()];
+        others[0].address.clone_from(&long);
+        others[1].identity.inputs[0].0.clone_from(&long);
+        others[2].identity.inputs[2].1 = RunInput::Setting(long);
+        others[3].identity.inputs = vec![hello().identity.inputs[0].clone(); MOST_INPUTS];
+        assert!(others.iter().all(|hello| !hello.is_short()));
     }
 
     #[test]

@@ -14,6 +14,7 @@ use crate::process::router::GroupReceiver;
 use crate::stage::gradient_buckets::BucketContribution;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A value that can be contributed across processes.
 pub trait Contribution: Sized + Send + Sync + 'static {
@@ -34,6 +35,8 @@ pub struct RemoteCommunicator<T: Contribution> {
     /// Upper bound of the sequence numbers, and maximum number of collectives that not all members have read.
     pub collectives: u64,
     pub most_unfinished: usize,
+    /// The next number of each member. One connection brings all its contributions, in order if few are unfinished.
+    next: Vec<AtomicU64>,
 }
 
 impl<T: Contribution> RemoteCommunicator<T> {
@@ -49,16 +52,20 @@ impl<T: Contribution> RemoteCommunicator<T> {
             members.send_to_all(member, &[encode(&collective), content].concat(), &tensors);
         });
         let communicator = Arc::new(Communicator::among(count, local, Some(forward)));
-        (communicator.clone(), RemoteCommunicator { communicator, form, collectives, most_unfinished })
+        let next = (0..count).map(|_| AtomicU64::new(0)).collect();
+        (communicator.clone(), RemoteCommunicator { communicator, form, collectives, most_unfinished, next })
     }
 }
 
 impl<T: Contribution> GroupReceiver for RemoteCommunicator<T> {
     fn arrive(&self, member: usize, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<(), FrameError> {
         let number = fields.value("the number of a collective")?;
-        check(number < self.collectives, "the number of a collective")?;
+        let next = self.next.get(member).ok_or(FrameError::Field { what: "the member of a collective" })?;
+        let is_next = self.most_unfinished == usize::MAX || number == next.load(Ordering::Relaxed);
+        check(is_next && number < self.collectives, "the number of a collective")?;
         let part = T::unpack(&self.form, fields, ring)?;
         fields.end()?;
+        next.store(number + 1, Ordering::Relaxed);
         check(self.communicator.arrive(number, member, part), "the member of a collective")?;
         check(self.communicator.unfinished() <= self.most_unfinished, "the number of a collective")
     }
@@ -199,6 +206,7 @@ mod tests {
         };
         assert!(arrive(0, 2).is_err(), "there is no such rank");
         assert!(arrive(9, 1).is_err(), "there is no such collective");
+        assert!(arrive(1, 1).is_err(), "it comes before the first");
         assert_eq!(arrive(0, 1), Ok(()));
         assert!(arrive(0, 1).is_err(), "it has come already");
         communicator.contribute(0, 0, operand());
