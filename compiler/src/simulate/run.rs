@@ -68,7 +68,7 @@ pub fn simulate(program: &Program, pipeline: &Pipeline, machine: &Machine) -> Re
     Simulation::new(program, pipeline, machine, true).run()
 }
 
-/// As [`simulate`], without tracks and memory: only when items end. A third faster.
+/// As [`simulate`], without tracks and memory: only when items end.
 pub fn simulate_ends(program: &Program, pipeline: &Pipeline, machine: &Machine) -> Result<Timeline, SimulateError> {
     checked(program, pipeline)?;
     Simulation::new(program, pipeline, machine, false).run()

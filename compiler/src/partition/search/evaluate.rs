@@ -9,10 +9,12 @@ use crate::partition::search::range_costs::RangeCosts;
 use crate::plan::cost_estimate::{FlowQuery, outlook};
 use crate::plan::memory::{MemoryMultipliers, MemoryTerms};
 use crate::plan::problem::{Problem, Recomputation};
+use crate::plan::schedule::Schedule;
 use crate::plan::tied;
 use crate::plan::{Edge, RecomputedOps, Stage, StageId};
 use crate::profile::cost_graph::ParamCost;
 use crate::profile::recompute_scope::{RecomputeCosts, RecomputeTerms};
+use crate::schedule::Pipeline;
 use crate::schedule::pipeline::{generated, pipeline_of};
 use crate::simulate::step_time;
 use std::collections::HashMap;
@@ -51,7 +53,7 @@ pub struct Evaluated {
 struct Range {
     terms: MemoryTerms,
     costs: [Option<StageCosts>; 2],
-    first: Vec<FirstOps>,
+    first: Option<Vec<FirstOps>>,
 }
 
 /// The first ops of a range that may be recomputed without the others.
@@ -157,20 +159,23 @@ impl<'a> Evaluator<'a> {
     /// The time of a minibatch in microseconds by a short simulation, and the work of it; the closed form if it cannot be
     /// simulated.
     pub fn simulated_us(&self, evaluated: &Evaluated) -> (f64, u64) {
-        let Evaluated { caps, estimate_us, stages, edges, .. } = evaluated;
-        let microbatches = self.problem.microbatches;
-        let pipeline = pipeline_of(&self.problem.cluster.levels, stages, edges, caps);
-        let (Ok(pipeline), Ok(kind)) = (pipeline, generated(self.problem.schedule)) else { return (*estimate_us, 0) };
+        let (estimate_us, microbatches) = (evaluated.estimate_us, self.problem.microbatches);
+        let Some((kind, pipeline)) = self.pipeline(evaluated) else { return (estimate_us, 0) };
         let us = step_time::short_step_us(kind, &pipeline, microbatches).ok().flatten();
-        (us.unwrap_or(*estimate_us), step_time::short_work(kind, &pipeline, microbatches))
+        (us.unwrap_or(estimate_us), step_time::short_work(kind, &pipeline, microbatches))
     }
 
     /// The time of a minibatch in microseconds by a simulation; infinite if it cannot be simulated.
     pub fn whole_us(&self, evaluated: &Evaluated) -> f64 {
-        let Evaluated { caps, stages, edges, .. } = evaluated;
-        let pipeline = pipeline_of(&self.problem.cluster.levels, stages, edges, caps);
-        let (Ok(pipeline), Ok(kind)) = (pipeline, generated(self.problem.schedule)) else { return f64::INFINITY };
-        step_time::step_us(kind, &pipeline, self.problem.microbatches).ok().flatten().unwrap_or(f64::INFINITY)
+        let whole = self.pipeline(evaluated);
+        let us = whole.and_then(|(kind, whole)| step_time::step_us(kind, &whole, self.problem.microbatches).ok()?);
+        us.unwrap_or(f64::INFINITY)
+    }
+
+    /// What is simulated.
+    fn pipeline(&self, Evaluated { caps, stages, edges, .. }: &Evaluated) -> Option<(Schedule, Pipeline)> {
+        let pipeline = pipeline_of(&self.problem.cluster.levels, stages, edges, caps).ok()?;
+        Some((generated(self.problem.schedule).ok()?, pipeline))
     }
 
     /// The ops of a stage, sorted.
@@ -196,13 +201,13 @@ impl<'a> Evaluator<'a> {
         self.ranges.entry((from, to)).or_insert_with(|| Range {
             terms: costs.run(from, to).holdings,
             costs: [None, None],
-            first: Vec::new(),
+            first: None,
         })
     }
 
     /// What recomputing the first ops of a stage takes and frees; empty if it recomputes all or nothing.
     fn first_ops(&mut self, stages: &Stages, at: usize) -> &[FirstOps] {
-        if self.range(stages, at).first.is_empty() {
+        if self.range(stages, at).first.is_none() {
             let (problem, ops) = (self.problem, self.ops(stages, at));
             let fresh = || (RecomputeCosts::of(&problem.graph), partial_recompute::produced(problem));
             let (costs, produced) = self.recomputation.get_or_insert_with(fresh);
@@ -215,10 +220,10 @@ impl<'a> Evaluator<'a> {
                 Some(*sum)
             }));
             let counts = partial_recompute::counts(problem, &ops).into_iter().map(|count| count as usize);
-            self.range(stages, at).first =
-                counts.map(|count| FirstOps { recompute_us: us[count], terms: terms[count] }).collect();
+            let first = counts.map(|count| FirstOps { recompute_us: us[count], terms: terms[count] }).collect();
+            self.range(stages, at).first = Some(first);
         }
-        &self.range(stages, at).first
+        self.range(stages, at).first.as_deref().unwrap_or_default()
     }
 
     fn costs_of(&mut self, stages: &Stages, at: usize, recompute: Recompute) -> &StageCosts {
